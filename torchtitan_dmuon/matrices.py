@@ -1,0 +1,136 @@
+"""Which parameters are owned, and the matrices inside each.
+
+Decides: which parameters a set of routing rules selects, how one parameter falls apart into pieces (what an owner
+holds) and matrices (what one Newton-Schulz call orthogonalizes). Does not decide who owns what (`ownership.py`) and
+never touches torch.distributed. Keeps: a piece holds whole matrices only (DESIGN section 2).
+
+Shape suffixes: M rows, N columns of a matrix; E experts of a stack.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+# Wrappers that add a component to parameter names without changing the model: activation checkpointing,
+# torch.compile and DistributedDataParallel.
+_WRAPPER_COMPONENTS = ("_checkpoint_wrapped_module", "_orig_mod", "module")
+
+
+def canonical_name(name: str) -> str:
+    """``layers.0._checkpoint_wrapped_module.w.weight`` -> ``layers.0.w.weight``."""
+    parts = name.split(".")
+    inner = [p for p in parts if p not in _WRAPPER_COMPONENTS[:2]]
+    while inner and inner[0] == "module":  # DistributedDataParallel, only ever outermost
+        inner = inner[1:]
+    return ".".join(inner)
+
+
+@dataclass(frozen=True)
+class MatrixLayout:
+    """How the rows of one 2-D tensor [M, N] fall apart into matrices.
+
+    The M rows are ``groups`` equal runs; each run holds ``rows[0]`` rows of matrix 0, then ``rows[1]`` of matrix 1, and
+    so on. Empty ``rows`` means one matrix. Contiguous blocks (gate|up) are ``groups=1``; TorchTitan's fused QKV
+    (n_kv, heads_per_kv + 2, head_dim, dim) is ``groups=n_kv, rows=(heads_per_kv * head_dim, head_dim, head_dim)``;
+    rows interleaved one by one are ``rows=(1, 1)``.
+    """
+
+    groups: int = 1
+    rows: tuple[int, ...] = ()
+
+    def validate(self, name: str, shape_MN: Sequence[int]) -> None:
+        """Raise ValueError, naming the parameter, unless the blocks cover dim 0 exactly."""
+        if len(shape_MN) != 2:
+            raise ValueError(f"{name}: a matrix layout needs a 2-D tensor, got shape {tuple(shape_MN)}")
+        if self.groups < 1 or any(r < 1 for r in self.rows):
+            raise ValueError(f"{name}: groups and block rows must be positive, got {self}")
+        if self.rows and self.groups * sum(self.rows) != shape_MN[0]:
+            raise ValueError(
+                f"{name}: blocks of {self.groups} x {self.rows} rows cover {self.groups * sum(self.rows)} rows, "
+                f"but dim 0 has {shape_MN[0]}"
+            )
+
+    def shapes(self, shape_MN: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        """(rows, columns) of each matrix of a tensor of this shape."""
+        m, n = shape_MN
+        return tuple((self.groups * r, n) for r in self.rows) if self.rows else ((m, n),)
+
+    def split(self, tensor_MN: torch.Tensor) -> list[torch.Tensor]:
+        """The matrices of a tensor; views where the layout allows, copies where rows interleave."""
+        if not self.rows:
+            return [tensor_MN]
+        runs = tensor_MN.view(self.groups, sum(self.rows), tensor_MN.shape[1])
+        return [block.reshape(-1, tensor_MN.shape[1]) for block in runs.split(self.rows, dim=1)]
+
+    def join(self, matrices: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Inverse of :meth:`split`."""
+        if not self.rows:
+            return matrices[0]
+        n = matrices[0].shape[1]
+        blocks = [m.reshape(self.groups, r, n) for m, r in zip(matrices, self.rows, strict=True)]
+        return torch.cat(blocks, dim=1).reshape(-1, n)
+
+
+WHOLE = MatrixLayout()
+
+
+@dataclass(frozen=True)
+class OwnedSpec:
+    """One owned parameter: [M, N], or a stack [E, M, N] whose matrices are its E slices. ``layout`` is of one slice."""
+
+    name: str
+    shape: tuple[int, ...]
+    layout: MatrixLayout = WHOLE
+
+    def __post_init__(self) -> None:
+        if len(self.shape) not in (2, 3) or min(self.shape) < 1:
+            raise ValueError(f"{self.name}: an owned parameter has 2 or 3 non-empty dimensions, got {self.shape}")
+        self.layout.validate(self.name, self.shape[-2:])
+
+    def pieces(self) -> tuple[Piece, ...]:
+        """The whole parameter, or one piece per expert of a stack."""
+        if len(self.shape) == 2:
+            return (Piece(self.name, 0, self.shape[0], self.shape, self.layout),)
+        return tuple(Piece(self.name, e, e + 1, self.shape[1:], self.layout) for e in range(self.shape[0]))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows [start, stop) on dim 0 of one parameter, held by one owner. ``shape`` is 2-D: what the optimizer sees."""
+
+    name: str
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+    layout: MatrixLayout = WHOLE
+
+    @property
+    def key(self) -> str:
+        """Unique and sortable by (name, start)."""
+        return f"{self.name}[{self.start:06d}]"
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def matrices(self) -> tuple[tuple[int, int], ...]:
+        return self.layout.shapes(self.shape)
+
+
+def select_names(shapes: Mapping[str, Sequence[int]], pattern: str | re.Pattern[str]) -> list[str]:
+    """Names (canonical) that ``re.search`` the pattern, in order. A pattern that matches nothing raises ValueError."""
+    regex = re.compile(pattern)
+    found = [name for name in shapes if regex.search(name)]
+    if not found:
+        some = ", ".join(list(shapes)[:4])
+        raise ValueError(f"pattern {regex.pattern!r} matches no parameter; names look like: {some}")
+    return found
+
+
+def count_matrices(pieces: Iterable[Piece]) -> int:
+    return sum(len(p.matrices()) for p in pieces)
