@@ -1,0 +1,389 @@
+"""Who owns which piece: the cost of a piece, the assignment of pieces to owners, and the plan that records both.
+
+Decides the one owner of every piece, balanced by the cost of the update, from names, shapes and the mesh alone. Does
+not decide what is owned (`matrices.py`) nor how bytes travel (`topology.py`), and touches neither torch nor processes.
+Keeps invariant 6: the plan is a pure function of its inputs (the order they come in does not matter, equal cases are
+decided by name), and its digest covers every one of them.
+
+Costs are integers, so that sums do not depend on their order: FLOP equivalents, or picoseconds where costs were measured.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from .matrices import MatrixLayout, Piece, count_matrices
+
+BALANCES = ("cost", "numel", "round_robin")
+OWNERSHIPS = ("global", "replica")
+
+# Bytes the owner alone holds per element: fp32 master, momentum and reduced gradient.
+OWNER_BYTES_PER_ELEMENT = 12
+# Memory traffic of the update around NS, per element: gradient read (4), momentum and master read and written (16),
+# NS input and output in bf16 (4), published copy written (2), rounded down to whole fp32 words.
+ELEMENTWISE_BYTES = 24
+# One byte of memory traffic in FLOPs: an accelerator that sustains about 550 TFLOP/s in bf16 moves about 2.7 TB/s.
+FLOPS_PER_BYTE = 200
+
+
+def standard_flops(m: int, n: int) -> int:
+    """FLOPs of five standard NS steps on [m, n]: 5(4 s^2 l + 2 s^3), s the smaller and l the larger side."""
+    s, l = min(m, n), max(m, n)  # noqa: E741
+    return 5 * (4 * s * s * l + 2 * s**3)
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Cost of updating a piece: the sum over its matrices of NS FLOPs plus elementwise traffic as FLOP equivalents.
+
+    With ``measured`` (seconds of one matrix's whole update by "MxN", either orientation) the cost is that time instead,
+    in picoseconds, and a shape that was not measured is an error.
+    """
+
+    flops: Callable[[int, int], int] = standard_flops
+    elementwise_bytes: int = ELEMENTWISE_BYTES
+    flops_per_byte: int = FLOPS_PER_BYTE
+    measured: Mapping[str, float] | None = None
+    source: str = ""  # where `measured` came from, for messages; not part of the digest
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> CostModel:
+        """Read a JSON object {"MxN": seconds}. Raises ValueError on any other content."""
+        try:
+            table = json.loads(Path(path).read_text())
+        except json.JSONDecodeError as e:
+            raise ValueError(
+                f'cost_file {path}: expected a JSON object {{"MxN": seconds}}, got invalid JSON ({e})'
+            ) from e
+        if not isinstance(table, dict) or not table:
+            raise ValueError(f'cost_file {path}: expected a non-empty JSON object {{"MxN": seconds}}')
+        for shape, seconds in table.items():
+            sides = shape.split("x")
+            is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+            if len(sides) != 2 or not all(s.isdecimal() and int(s) > 0 for s in sides):
+                raise ValueError(f'cost_file {path}: key {shape!r} is not of the form "MxN"')
+            if not is_number or not 1e-12 <= seconds < float("inf"):
+                raise ValueError(f"cost_file {path}: {shape} must be positive seconds, got {seconds!r}")
+        return cls(measured=table, source=str(path))
+
+    def cost(self, piece: Piece) -> int:
+        """Cost of one update of the piece: FLOP equivalents, or picoseconds with measured costs."""
+        if self.measured is None:
+            flops = sum(self.flops(m, n) for m, n in piece.matrices())
+            return int(flops) + self.elementwise_bytes * self.flops_per_byte * piece.numel
+        total = 0
+        for m, n in piece.matrices():
+            seconds = self.measured.get(f"{m}x{n}", self.measured.get(f"{n}x{m}"))
+            if seconds is None:
+                raise ValueError(
+                    f"{piece.name}: cost_file {self.source} has no entry {m}x{n} (nor {n}x{m}); "
+                    "calibrate again for this model"
+                )
+            total += round(seconds * 1e12)
+        return total
+
+    def describe(self) -> dict[str, Any]:
+        """What the digest keeps of the model; the FLOP formula itself enters through the costs."""
+        if self.measured is None:
+            return {
+                "unit": "flop",
+                "elementwise_bytes": self.elementwise_bytes,
+                "flops_per_byte": self.flops_per_byte,
+                "cost_file": None,
+            }
+        return {"unit": "picosecond", "cost_file": _sha256(dict(self.measured))}
+
+
+@dataclass(frozen=True)
+class MeshSpec:
+    """The data-parallel group as the plan sees it: ``world`` ranks; ranks r*S .. r*S+S-1 are shard group r, with
+    S = ``shard_size``; rank k runs on node k // ``ranks_per_node`` (the last node may be partly filled)."""
+
+    world: int
+    shard_size: int
+    ranks_per_node: int
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"mesh: {name} must be a positive integer, got {value!r}")
+        if self.world % self.shard_size:
+            raise ValueError(f"mesh: shard_size {self.shard_size} does not divide world {self.world}")
+
+    @property
+    def replicas(self) -> int:
+        return self.world // self.shard_size
+
+    def node(self, rank: int) -> int:
+        return rank // self.ranks_per_node
+
+
+def packing_bound(costs: Iterable[int], n: int) -> int:
+    """No assignment to n owners has a smaller largest cost.
+
+    The largest of: the mean (rounded up, costs being integers), the largest piece, and for c1 >= c2 >= ... and every
+    j >= 1, c(jN+1) + c(jN) + ... + c(jN+1-j): of the first jN+1 pieces some owner has j+1.
+    """
+    c = sorted(costs, reverse=True)
+    bound = max(-(-sum(c) // n), c[0])
+    for j in range(1, (len(c) - 1) // n + 1):
+        bound = max(bound, sum(c[j * n - j : j * n + 1]))
+    return bound
+
+
+@dataclass(frozen=True)
+class OwnershipPlan:
+    """The owner of every piece, with everything it was derived from.
+
+    ``owners[i]``, ``costs[i]`` and ``units[i]`` belong to ``pieces[i]``; pieces are sorted by (name, start). Owners
+    count within the data-parallel group, or, with ownership "replica", within each shard group.
+    """
+
+    pieces: tuple[Piece, ...]
+    owners: tuple[int, ...]
+    costs: tuple[int, ...]
+    units: tuple[int, ...]
+    mesh: MeshSpec
+    balance: str = "cost"
+    ownership: str = "global"
+    memory_cap_bytes: int | None = None
+    cost_model: Mapping[str, Any] = field(default_factory=dict)  # CostModel.describe()
+
+    @property
+    def n_owners(self) -> int:
+        """How many ranks the pieces are dealt to."""
+        return self.mesh.world if self.ownership == "global" else self.mesh.shard_size
+
+    @cached_property
+    def _index(self) -> dict[str, int]:
+        return {p.key: i for i, p in enumerate(self.pieces)}
+
+    @cached_property
+    def _by_owner(self) -> tuple[tuple[Piece, ...], ...]:
+        held: list[list[Piece]] = [[] for _ in range(self.n_owners)]
+        for piece, owner in zip(self.pieces, self.owners, strict=True):
+            held[owner].append(piece)
+        return tuple(map(tuple, held))
+
+    def owner_of(self, key: str) -> int:
+        """Owner of the piece with this key. KeyError names the key."""
+        if key not in self._index:
+            raise KeyError(f"no piece {key!r} in the plan of {len(self.pieces)} pieces")
+        return self.owners[self._index[key]]
+
+    def pieces_of(self, rank: int) -> tuple[Piece, ...]:
+        """Pieces of one owner, by name; empty for an idle owner."""
+        if not 0 <= rank < self.n_owners:
+            raise IndexError(f"owner {rank} is outside 0..{self.n_owners - 1}")
+        return self._by_owner[rank]
+
+    def loads(self) -> tuple[int, ...]:
+        """Cost per owner."""
+        loads = [0] * self.n_owners
+        for cost, owner in zip(self.costs, self.owners, strict=True):
+            loads[owner] += cost
+        return tuple(loads)
+
+    def owner_bytes(self) -> tuple[int, ...]:
+        """Bytes of master, momentum and reduced gradient per owner."""
+        return tuple(OWNER_BYTES_PER_ELEMENT * sum(p.numel for p in held) for held in self._by_owner)
+
+    @cached_property
+    def largest_cost(self) -> int:
+        return max(self.loads())
+
+    @cached_property
+    def mean_cost(self) -> float:
+        return sum(self.costs) / self.n_owners
+
+    @cached_property
+    def lower_bound(self) -> int:
+        """:func:`packing_bound` of the costs."""
+        return packing_bound(self.costs, self.n_owners)
+
+    @property
+    def imbalance(self) -> float:
+        """Largest over mean."""
+        return self.largest_cost / self.mean_cost
+
+    @property
+    def idle_owners(self) -> int:
+        return sum(not held for held in self._by_owner)
+
+    @cached_property
+    def digest(self) -> str:
+        """sha256 over names, shapes, layouts, units, costs, mesh, options and owners. Equal plans have equal digests."""
+        return _sha256(self._content())
+
+    def _content(self) -> dict[str, Any]:
+        rows = zip(self.pieces, self.units, self.costs, self.owners, strict=True)
+        return {
+            "mesh": asdict(self.mesh),
+            "options": {
+                "balance": self.balance,
+                "ownership": self.ownership,
+                "memory_cap_bytes": self.memory_cap_bytes,
+                "cost": dict(self.cost_model),
+            },
+            "owned": [
+                {
+                    "name": p.name,
+                    "start": p.start,
+                    "stop": p.stop,
+                    "shape": list(p.shape),
+                    "groups": p.layout.groups,
+                    "rows": list(p.layout.rows),
+                    "unit": unit,
+                    "cost": cost,
+                    "owner": owner,
+                }
+                for p, unit, cost, owner in rows
+            ],
+        }
+
+    def summary(self) -> dict[str, Any]:
+        """The figures of the plan, under the names of DESIGN section 5."""
+        return {
+            "world": self.mesh.world,
+            "matrices": count_matrices(self.pieces),
+            "pieces": len(self.pieces),
+            "largest_cost": self.largest_cost,
+            "mean_cost": self.mean_cost,
+            "lower_bound": self.lower_bound,
+            "imbalance": self.imbalance,
+            "idle_owners": self.idle_owners,
+            "largest_owner_bytes": max(self.owner_bytes()),
+            "digest": self.digest,
+        }
+
+    def to_json(self) -> str:
+        """The summary and the whole content, as JSON text that :meth:`from_json` reads back."""
+        return json.dumps({**self.summary(), **self._content()}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> OwnershipPlan:
+        """Inverse of :meth:`to_json`. Raises ValueError when the content is not what its digest says."""
+        data = json.loads(text)
+        options, owned = data["options"], data["owned"]
+        plan = cls(
+            pieces=tuple(
+                Piece(o["name"], o["start"], o["stop"], tuple(o["shape"]), MatrixLayout(o["groups"], tuple(o["rows"])))
+                for o in owned
+            ),
+            owners=tuple(o["owner"] for o in owned),
+            costs=tuple(o["cost"] for o in owned),
+            units=tuple(o["unit"] for o in owned),
+            mesh=MeshSpec(**data["mesh"]),
+            balance=options["balance"],
+            ownership=options["ownership"],
+            memory_cap_bytes=options["memory_cap_bytes"],
+            cost_model=options["cost"],
+        )
+        if plan.digest != data["digest"]:
+            raise ValueError(
+                f"ownership plan: content has digest {plan.digest[:12]}, the file says {data['digest'][:12]}; "
+                "it was edited or written by another version: make the plan again"
+            )
+        return plan
+
+    def difference(self, other: OwnershipPlan, limit: int = 8) -> list[str]:
+        """What differs, one line each, this plan's value first; empty when the plans are equal.
+
+        Names at most ``limit`` parameters. Owners are compared only when everything they derive from agrees.
+        """
+        mine, theirs = self._content(), other._content()
+        lines = [
+            f"{group}.{key}: {mine[group].get(key)!r} against {theirs[group].get(key)!r}"
+            for group in ("mesh", "options")
+            for key in sorted({*mine[group], *theirs[group]})
+            if mine[group].get(key) != theirs[group].get(key)
+        ]
+        a = {p.key: row for p, row in zip(self.pieces, mine["owned"], strict=True)}
+        b = {p.key: row for p, row in zip(other.pieces, theirs["owned"], strict=True)}
+        per_piece = [f"{k}: shape {a[k]['shape']} here, absent there" for k in sorted(a.keys() - b.keys())]
+        per_piece += [f"{k}: absent here, shape {b[k]['shape']} there" for k in sorted(b.keys() - a.keys())]
+        both = sorted(a.keys() & b.keys())
+        inputs = ("stop", "shape", "groups", "rows", "unit", "cost")
+        per_piece += [f"{k}: {f} {a[k][f]} against {b[k][f]}" for k in both for f in inputs if a[k][f] != b[k][f]]
+        if not lines and not per_piece:
+            per_piece = [
+                f"{k}: owner {a[k]['owner']} against {b[k]['owner']}" for k in both if a[k]["owner"] != b[k]["owner"]
+            ]
+        if len(per_piece) > limit:
+            per_piece = [*per_piece[:limit], f"... and {len(per_piece) - limit} more differences in pieces"]
+        return lines + per_piece
+
+
+def assign(
+    pieces: Iterable[Piece],
+    mesh: MeshSpec,
+    *,
+    balance: str = "cost",
+    ownership: str = "global",
+    cost: CostModel | None = None,
+    unit_of: Mapping[str, int] | None = None,
+    memory_cap_bytes: int | None = None,
+) -> OwnershipPlan:
+    """Give every piece one owner.
+
+    Minimizes the largest cost per owner (with ``balance="numel"`` the largest number of elements; "round_robin" deals
+    in name order). ``unit_of`` maps piece keys to unit indices (default: one unit). ``memory_cap_bytes`` limits the
+    bytes an owner holds. Raises ValueError for no pieces, repeated pieces, unknown choices or a cap that cannot be met.
+    """
+    if balance not in BALANCES:
+        raise ValueError(f"balance must be one of {', '.join(BALANCES)}, got {balance!r}")
+    if ownership not in OWNERSHIPS:
+        raise ValueError(f"ownership must be one of {', '.join(OWNERSHIPS)}, got {ownership!r}")
+    ordered = sorted(pieces, key=lambda p: (p.name, p.start))
+    if not ordered:
+        raise ValueError("no pieces to assign: no parameter is owned; check the patterns of the owned parameters")
+    for a, b in zip(ordered, ordered[1:], strict=False):
+        if a.name == b.name and b.start < a.stop:
+            raise ValueError(
+                f"{a.name}: rows [{a.start}, {a.stop}) and [{b.start}, {b.stop}) overlap; each row has one owner"
+            )
+    missing = [p.key for p in ordered if unit_of is not None and p.key not in unit_of]
+    if missing:
+        raise ValueError(f"{missing[0]}: belongs to no unit ({len(missing)} such pieces); pass its unit in unit_of")
+    model = cost or CostModel()
+    costs = [model.cost(p) for p in ordered]
+    units = [0 if unit_of is None else unit_of[p.key] for p in ordered]
+    n_owners = mesh.world if ownership == "global" else mesh.shard_size
+    if balance == "round_robin":
+        owners = [i % n_owners for i in range(len(ordered))]
+    else:
+        weights = costs if balance == "cost" else [p.numel for p in ordered]
+        owners = _longest_first(weights, [p.numel for p in ordered], n_owners)
+    return OwnershipPlan(
+        pieces=tuple(ordered),
+        owners=tuple(owners),
+        costs=tuple(costs),
+        units=tuple(units),
+        mesh=mesh,
+        balance=balance,
+        ownership=ownership,
+        memory_cap_bytes=memory_cap_bytes,
+        cost_model=model.describe(),
+    )
+
+
+def _longest_first(weights: Sequence[int], sizes: Sequence[int], n_owners: int) -> list[int]:
+    """Longest processing time first: each piece, largest first, to the owner with the smallest load."""
+    owners = [0] * len(weights)
+    heap = [(0, 0, rank) for rank in range(n_owners)]
+    for i in sorted(range(len(weights)), key=lambda i: (-weights[i], -sizes[i], i)):
+        load, size, rank = heap[0]
+        heapq.heapreplace(heap, (load + weights[i], size + sizes[i], rank))
+        owners[i] = rank
+    return owners
+
+
+def _sha256(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
