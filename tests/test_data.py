@@ -1,0 +1,162 @@
+"""The quickstart's text: same documents in the same order everywhere, made once, readable by TorchTitan's loader."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchtitan_dmuon.titan import data
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory) -> Path:
+    """Sixty small modules, and folders that must not be read."""
+    root = tmp_path_factory.mktemp("lib")
+    for i in range(60):
+        body = "".join(f"def function_{i}_{j}(argument):\n    return argument + {j}\n\n" for j in range(40 + i))
+        (root / f"pkg{i % 3}").mkdir(exist_ok=True)
+        (root / f"pkg{i % 3}" / f"module_{i:02d}.py").write_text(body)
+    for skipped in ("test", "site-packages", "pkg0/tests"):
+        (root / skipped).mkdir()
+        (root / skipped / "hidden.py").write_text("HIDDEN = 1\n")
+    (root / "notes.txt").write_text("HIDDEN")
+    (root / "bad.py").write_bytes(b"# -*- coding: ascii -*-\nx = '\xff'\n")
+    (root / "dangling.py").symlink_to(root / "nowhere.py")
+    return root
+
+
+@pytest.fixture(scope="module")
+def prepared(sources, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("data") / "prepared"
+    data.prepare(out, root=sources, vocab_size=400)
+    return out
+
+
+def test_documents_cover_the_sources_once_and_skip_tests_and_packages(sources):
+    found = data.documents(sources)
+    assert not any("HIDDEN" in d["text"] for d in found)
+    assert len({d["source"] for d in found}) == len(found)
+    by_file: dict[str, list[tuple[int, str]]] = {}
+    for d in found:
+        name, run = d["source"].rsplit(":", 1)
+        by_file.setdefault(name, []).append((int(run), d["text"]))
+    assert len(by_file) == 60  # bad.py does not decode as it declares
+    for name, runs in by_file.items():
+        assert "".join(text for _, text in sorted(runs)) == (sources / name).read_text()
+
+
+def test_order_is_fixed_and_mixes_modules(sources, monkeypatch):
+    found = [d["source"] for d in data.documents(sources)]
+    real = os.walk
+
+    def backwards(root):  # a file system that lists everything in another order
+        for folder, folders, files in real(root):
+            folders.sort(reverse=True)
+            yield folder, folders, sorted(files, reverse=True)
+
+    monkeypatch.setattr(os, "walk", backwards)
+    assert [d["source"] for d in data.documents(sources)] == found
+    assert found != sorted(found)
+
+
+def test_a_size_limit_holds(sources, monkeypatch):
+    monkeypatch.setattr(data, "_MAX_BYTES", 20_000)
+    kept = data.source_files(sources)
+    assert 0 < sum(p.stat().st_size for p in kept) <= 20_000
+
+
+def test_prepare_twice_gives_the_same_bytes(sources, prepared, tmp_path):
+    data.prepare(tmp_path / "again", root=sources, vocab_size=400)
+    for name in ("tokenizer.json", "tokenizer_config.json", "prepared.json"):
+        assert (tmp_path / "again" / name).read_bytes() == (prepared / name).read_bytes()
+    assert data.load_documents(str(tmp_path / "again"))["text"] == data.load_documents(str(prepared))["text"]
+
+
+def test_a_prepared_folder_is_not_written_again(sources, prepared):
+    before = {p: p.stat().st_mtime_ns for p in prepared.rglob("*")}
+    made = data.prepare(prepared, root=sources, vocab_size=400)
+    assert made["documents"] == len(data.documents(sources)) and made["vocab_size"] == 400
+    assert {p: p.stat().st_mtime_ns for p in prepared.rglob("*")} == before
+    with pytest.raises(ValueError, match="400 tokens, but 300"):
+        data.prepare(prepared, root=sources, vocab_size=300)
+
+
+def test_an_interrupted_preparation_is_made_anew(sources, tmp_path):
+    (tmp_path / "documents").mkdir()
+    (tmp_path / "documents" / "dataset_info.json").write_text("half of it")
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match="prepare-data"):
+        data.load_documents(str(tmp_path))
+    data.prepare(tmp_path, root=sources, vocab_size=300)
+    assert len(data.load_documents(str(tmp_path))) == len(data.documents(sources))
+
+
+def test_three_processes_at_once_make_one_folder(sources, tmp_path):
+    script = (
+        "import sys; from pathlib import Path; from torchtitan_dmuon.titan import data; make = data._make\n"
+        "def spy(*a): print('MADE', flush=True); make(*a)\n"
+        "data._make = spy; data.prepare(sys.argv[1], root=Path(sys.argv[2]), vocab_size=300); "
+        "print(len(data.load_documents(sys.argv[1])))"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "out"), str(sources)]
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    outputs = [process.communicate(timeout=60)[0].split() for process in running]
+    assert sum("MADE" in out for out in outputs) == 1
+    assert {out[-1] for out in outputs} == {str(len(data.documents(sources)))}
+
+
+def test_no_sources_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match="no Python sources"):
+        data.prepare(tmp_path / "out", root=tmp_path)
+    assert not (tmp_path / "out" / "prepared.json").exists()
+
+
+def test_command_reports_and_fails_in_one_line(tmp_path, capsys, monkeypatch, sources):
+    monkeypatch.setattr(data.sysconfig, "get_paths", lambda: {"stdlib": str(sources)})
+    assert data.main(["--out", str(tmp_path / "out")]) == 0
+    assert "documents" in capsys.readouterr().out
+    (tmp_path / "file").write_text("")
+    assert data.main(["--out", str(tmp_path / "file")]) == 2
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+def test_torchtitan_reads_it(prepared):
+    """TorchTitan's tokenizer and text data set: begin and end tokens, shards without overlap, labels shifted by one."""
+    pytest.importorskip("torchtitan")
+    tokenizer_module = pytest.importorskip("torchtitan.components.tokenizer")
+    from torchtitan.hf_datasets import text_datasets
+
+    assert data.DATASET not in text_datasets.DATASETS  # importing our module registers nothing
+    data.register_datasets()
+    try:
+        tokenizer = tokenizer_module.HuggingFaceTokenizer(tokenizer_path=str(prepared))
+        ids = tokenizer.encode("def f(x):\n    return x é\n", add_bos=True, add_eos=True)
+        assert (ids[0], ids[-1]) == (tokenizer.bos_id, tokenizer.eos_id) == (0, 1)
+        assert tokenizer.decode(ids[1:-1]) == "def f(x):\n    return x é\n"
+        assert tokenizer.get_vocab_size() == 400
+
+        firsts = []
+        for rank in range(2):
+            dataset = text_datasets.HuggingFaceTextDataset(data.DATASET, str(prepared), tokenizer, 64, rank, 2)
+            batch, labels = next(iter(dataset))
+            assert batch["input"].shape == labels.shape == (64,) and max(batch["input"]) < 400
+            assert batch["input"][1:].tolist() == labels[:-1].tolist()
+            firsts.append(tokenizer.decode(batch["input"].tolist()))
+        texts = data.load_documents(str(prepared))["text"]
+        assert texts[0].startswith(firsts[0][:80]) and texts[len(texts) // 2].startswith(firsts[1][:80])
+    finally:
+        text_datasets.DATASETS.pop(data.DATASET, None)
+
+
+def test_prepare_for_touches_only_our_data_set(tmp_path, monkeypatch):
+    from types import SimpleNamespace
+
+    calls = []
+    monkeypatch.setattr(data, "prepare", calls.append)
+    for name, path in (("c4", "x"), ("Python_stdlib", "y"), ("python_stdlib", None)):
+        data.prepare_for(SimpleNamespace(dataloader=SimpleNamespace(dataset=name, dataset_path=path)))
+    assert calls == ["y", data.DEFAULT_FOLDER]
