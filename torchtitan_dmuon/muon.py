@@ -1,0 +1,387 @@
+"""The Muon update rule, as an ordinary optimizer over whole 2-D pieces.
+
+Decides: momentum, weight decay, the learning-rate factor of each matrix, and which matrices share a Newton-Schulz
+batch. Does not decide what a piece is (`matrices.py`), who owns it, or the polynomial (`newton_schulz.py`), and never
+touches torch.distributed. Keeps: one Newton-Schulz run per matrix and step (DESIGN invariant 2), nothing changed
+outside ``step()`` (invariant 10), and temporaries bounded by ``batch_bytes``.
+
+Shape suffixes: M rows, N columns of a matrix; B matrices of a batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from torchtitan_dmuon.matrices import WHOLE, MatrixLayout
+from torchtitan_dmuon.newton_schulz import NewtonSchulz, compute_dtype, flops, orthogonalize, workspace_bytes
+
+LrFactor = Callable[[int, int], float]
+Payload = TypeVar("Payload")
+
+# Factor on the learning rate of a matrix of m rows and n columns: always the matrix's own shape, never a shard's or
+# the fused weight's. Sources: Keller Jordan's post; Moonlight, arXiv 2502.16982; Bernstein, "Deriving Muon".
+LR_FACTORS: dict[str, LrFactor] = {
+    "original": lambda m, n: math.sqrt(max(1, m / n)),
+    "match_rms_adamw": lambda m, n: 0.2 * math.sqrt(max(m, n)),
+    "spectral_unclamped": lambda m, n: math.sqrt(m / n),
+}
+MOMENTUM_FORMS = ("ema", "heavy_ball")
+MOMENTUM_DTYPES = ("float32", "bfloat16")
+DEFAULT_BATCH_BYTES = 256 * 2**20
+
+# What a user's own factor is called in saved state: a function cannot be stored by value.
+_CUSTOM_FACTOR = "custom function"
+
+
+def set_layout(param: torch.Tensor, layout: MatrixLayout) -> None:
+    """Record which matrices a 2-D parameter holds. Raises ValueError unless the layout covers its rows."""
+    layout.validate("parameter", param.shape)
+    param.matrix_layout = layout  # type: ignore[attr-defined]
+
+
+def layout_of(param: torch.Tensor) -> MatrixLayout:
+    """The layout given to :func:`set_layout`, or one whole matrix."""
+    return getattr(param, "matrix_layout", WHOLE)
+
+
+def lr_factor(adjust_lr_fn: str | LrFactor | None, m: int, n: int) -> float:
+    """Factor for a matrix of m rows and n columns; None is "original", as in torch.optim.Muon."""
+    rule = adjust_lr_fn if callable(adjust_lr_fn) else LR_FACTORS[adjust_lr_fn or "original"]
+    return rule(m, n)
+
+
+def muon_flops(
+    shapes: Iterable[tuple[Sequence[int], MatrixLayout]], settings: NewtonSchulz, device_type: str = "cpu"
+) -> int:
+    """Newton-Schulz FLOPs of one step over pieces given as (shape [M, N], layout)."""
+    return sum(flops(m, n, settings, device_type) for shape, layout in shapes for m, n in layout.shapes(shape))
+
+
+@dataclass
+class StepStats:
+    """What one step ran: matrices orthogonalized, and the FLOPs of doing so."""
+
+    ns_calls: int = 0
+    ns_flops: int = 0
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon over whole 2-D float32 (or, for references, float64) parameters; defaults equal torch.optim.Muon's.
+
+    A parameter that holds several matrices carries a layout (:func:`set_layout`). Parameters without a gradient are
+    skipped. Per group: ``lr`` (float or one-element tensor), ``weight_decay`` (decoupled, with the group's lr),
+    ``cautious_weight_decay`` (arXiv 2510.12402: only where update and weight have the same sign), ``momentum``,
+    ``nesterov``, ``momentum_form`` ("ema": torch's; "heavy_ball": Moonlight's, whose buffer is 1 / (1 - momentum)
+    larger), ``momentum_dtype`` ("float32" or "bfloat16"), ``adjust_lr_fn`` (a name of :data:`LR_FACTORS`, None for
+    "original", or a function (rows, columns) -> factor), and ``ns_steps``, ``ns_coefficients``, ``ns_form``,
+    ``ns_dtype``, ``eps`` as in :class:`NewtonSchulz`. ``batch_bytes``, for all groups: matrices of equal shape and
+    equal Newton-Schulz settings run as one batch whose temporaries fit in it, and at least one matrix runs at a time;
+    0 runs each alone, which makes the result independent of which other matrices are here.
+
+    State per parameter: ``momentum_buffer``, of the parameter's shape. ``stats`` counts the last step. Raises
+    ValueError at construction, naming what is allowed.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: Any = "keller",
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | LrFactor | None = None,
+        *,
+        ns_form: str = "auto",
+        ns_dtype: str = "auto",
+        momentum_form: str = "ema",
+        momentum_dtype: str = "float32",
+        cautious_weight_decay: bool = False,
+        batch_bytes: int = DEFAULT_BATCH_BYTES,
+    ) -> None:
+        if isinstance(batch_bytes, bool) or not isinstance(batch_bytes, int) or batch_bytes < 0:
+            raise ValueError(f"batch_bytes must be an integer >= 0, got {batch_bytes!r}")
+        self.batch_bytes = batch_bytes
+        self.stats = StepStats()
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+            "ns_form": ns_form,
+            "ns_dtype": ns_dtype,
+            "momentum_form": momentum_form,
+            "momentum_dtype": momentum_dtype,
+            "cautious_weight_decay": cautious_weight_decay,
+        }
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        try:
+            _check_group(self.param_groups[-1])
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.stats = StepStats()
+        blocks: list[tuple[_BatchKey, _Block]] = []
+        for group in self.param_groups:
+            settings = settings_of(group)
+            lr = float(group["lr"])  # a tensor rate is read once; on CUDA that waits for it
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                if param.grad.is_sparse:
+                    raise ValueError(
+                        f"Muon needs dense gradients, got a sparse one for a parameter of {tuple(param.shape)}"
+                    )
+                buffer = self._momentum(param, group)
+                _mix_into_(buffer, param.grad, group)
+                layout = layout_of(param)
+                for block in zip(*(_views(t, layout) for t in (param, param.grad, buffer))):
+                    shape_MN = (block[0].numel() // param.shape[1], param.shape[1])
+                    key = _BatchKey(shape_MN, settings, param.device, param.grad.dtype)
+                    blocks.append((key, _Block(*block, group, lr)))
+        for key, block, update_MN in _orthogonalized(blocks, _Block.update_input, self.batch_bytes):
+            block.apply(update_MN)
+            self.stats.ns_calls += 1
+            self.stats.ns_flops += flops(*key.shape_MN, key.settings, key.device.type)
+        return loss
+
+    def _momentum(self, param: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        state = self.state[param]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(param, dtype=_momentum_dtype(param, group))
+        return state["momentum_buffer"]
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        for group in state["param_groups"]:
+            if callable(group["adjust_lr_fn"]):
+                group["adjust_lr_fn"] = _CUSTOM_FACTOR
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load hyperparameters and momentum, converting the momentum to this optimizer's dtype.
+
+        State without a recorded momentum convention is torch.optim.Muon's ("ema"); keys that it lacks keep their
+        values here. Raises ValueError when the conventions differ: the buffers differ by 1 / (1 - momentum).
+        """
+        groups = []
+        for index, (saved, own) in enumerate(zip(state_dict["param_groups"], self.param_groups)):
+            form = saved.get("momentum_form", "ema")
+            if form != own["momentum_form"]:
+                raise ValueError(
+                    f"parameter group {index}: the saved momentum is of the form {form!r}, this optimizer uses "
+                    f"{own['momentum_form']!r}, and their buffers differ by a factor 1 / (1 - momentum); set "
+                    f"momentum_form = {form!r}, or start without the saved momentum"
+                )
+            merged = {k: v for k, v in own.items() if k not in ("params", "param_names")} | saved
+            merged["momentum_dtype"] = own["momentum_dtype"]
+            if callable(own["adjust_lr_fn"]):
+                merged["adjust_lr_fn"] = own["adjust_lr_fn"]
+            elif merged["adjust_lr_fn"] == _CUSTOM_FACTOR:
+                raise ValueError(
+                    f"parameter group {index}: the saved run used its own adjust_lr_fn, which is not stored; pass the "
+                    f"function, or change adjust_lr_fn in the saved group to one of {', '.join(LR_FACTORS)}"
+                )
+            groups.append(merged)
+        groups += state_dict["param_groups"][len(groups) :]  # a wrong count is torch's error to report
+        super().load_state_dict({**state_dict, "param_groups": groups})
+        for group in self.param_groups:
+            _check_group(group)
+            for param in group["params"]:
+                if "momentum_buffer" in self.state.get(param, {}):
+                    state = self.state[param]
+                    state["momentum_buffer"] = state["momentum_buffer"].to(_momentum_dtype(param, group))
+
+
+def settings_of(group: dict[str, Any]) -> NewtonSchulz:
+    """The Newton-Schulz settings of a parameter group."""
+    return NewtonSchulz(
+        steps=group["ns_steps"],
+        coefficients=group["ns_coefficients"],
+        form=group["ns_form"],
+        dtype=group["ns_dtype"],
+        eps=group["eps"],
+    )
+
+
+def orthogonalized_updates(
+    inputs: Sequence[torch.Tensor],
+    layouts: Sequence[MatrixLayout],
+    settings: NewtonSchulz,
+    adjust_lr_fn: str | LrFactor | None = None,
+    batch_bytes: int = DEFAULT_BATCH_BYTES,
+) -> list[torch.Tensor]:
+    """Full update inputs [M, N] -> full updates [M, N], each matrix times its learning-rate factor, in float32.
+
+    For optimizers that keep momentum elsewhere: ``inputs`` are what :func:`momentum_update` returns, whole. The caller
+    subtracts lr times the result. Inputs are not modified.
+    """
+    outputs = [torch.empty_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in inputs]
+    blocks = []
+    for x, out, layout in zip(inputs, outputs, layouts, strict=True):
+        for x_block, out_block in zip(_views(x, layout), _views(out, layout)):
+            shape_MN = (x_block.numel() // x.shape[1], x.shape[1])
+            blocks.append((_BatchKey(shape_MN, settings, x.device, x.dtype), (x_block, out_block)))
+    for key, (_, out_block), update_MN in _orthogonalized(blocks, lambda pair: pair[0], batch_bytes):
+        factor = lr_factor(adjust_lr_fn, *key.shape_MN)
+        out_block.copy_(update_MN.reshape(out_block.shape)).mul_(factor)
+    return outputs
+
+
+def momentum_update(
+    buffer: torch.Tensor, grad: torch.Tensor, momentum: float, nesterov: bool = True, momentum_form: str = "ema"
+) -> torch.Tensor:
+    """Advance ``buffer`` in place by ``grad`` (any equal shapes, shards included) and return the update's input."""
+    group = {"momentum": momentum, "nesterov": nesterov, "momentum_form": momentum_form}
+    _mix_into_(buffer, grad, group)
+    return _mixed(buffer, grad, group)
+
+
+@dataclass(frozen=True)
+class _BatchKey:
+    """Matrices with equal keys may share a batch, whatever their rates."""
+
+    shape_MN: tuple[int, int]
+    settings: NewtonSchulz
+    device: torch.device
+    dtype: torch.dtype
+
+    def batch_size(self, batch_bytes: int) -> int:
+        m, n = self.shape_MN
+        # The stacked inputs, one more input while it is made, and what orthogonalize holds.
+        each = 2 * m * n * self.dtype.itemsize + workspace_bytes(m, n, self.settings, self.device)
+        return max(1, batch_bytes // each)
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Views of one matrix in a parameter, gradient and momentum: [M, N], or [groups, rows, N] of a fused one."""
+
+    param: torch.Tensor
+    grad: torch.Tensor
+    buffer: torch.Tensor
+    group: dict[str, Any]
+    lr: float
+
+    def update_input(self) -> torch.Tensor:
+        return _mixed(self.buffer, self.grad, self.group)
+
+    def apply(self, update_MN: torch.Tensor) -> None:
+        decay = self.lr * self.group["weight_decay"]
+        factor = lr_factor(self.group["adjust_lr_fn"], *update_MN.shape)
+        update = update_MN.reshape(self.param.shape)
+        if self.group["cautious_weight_decay"]:
+            aligned = (update * self.param).ge_(0)
+            self.param.addcmul_(self.param, aligned.to(self.param.dtype), value=-decay)
+        else:
+            self.param.mul_(1 - decay)
+        self.param.add_(update, alpha=-(self.lr * factor))
+
+
+def _views(tensor_MN: torch.Tensor, layout: MatrixLayout) -> list[torch.Tensor]:
+    """The matrices of a tensor as views that can be written, where :meth:`MatrixLayout.split` may copy."""
+    if not layout.rows:
+        return [tensor_MN]
+    runs = tensor_MN.unflatten(0, (layout.groups, sum(layout.rows)))
+    return list(runs.split(layout.rows, dim=1))
+
+
+def _orthogonalized(
+    blocks: Sequence[tuple[_BatchKey, Payload]], input_of: Callable[[Payload], torch.Tensor], batch_bytes: int
+) -> Iterator[tuple[_BatchKey, Payload, torch.Tensor]]:
+    """Yield (key, payload, update [M, N]) for every block, batch by batch, in the order the keys first appear.
+
+    Inputs are made when their batch runs, so that no more than one batch of them exists.
+    """
+    by_key: dict[_BatchKey, list[Payload]] = {}
+    for key, payload in blocks:
+        by_key.setdefault(key, []).append(payload)
+    for key, payloads in by_key.items():
+        size = key.batch_size(batch_bytes)
+        for start in range(0, len(payloads), size):
+            batch = payloads[start : start + size]
+            if len(batch) == 1:
+                stack_BMN = input_of(batch[0]).reshape(1, *key.shape_MN)
+            else:
+                stack_BMN = torch.empty(len(batch), *key.shape_MN, dtype=key.dtype, device=key.device)
+                for slot_MN, payload in zip(stack_BMN, batch):
+                    mixed = input_of(payload)
+                    slot_MN.view(mixed.shape).copy_(mixed)
+                    del mixed
+            yield from zip([key] * len(batch), batch, orthogonalize(stack_BMN, key.settings))
+
+
+def _mix_into_(buffer: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
+    """Momentum: EMA as in torch.optim.Muon, or heavy ball; computed in the gradient's dtype, stored in the buffer's."""
+    momentum = group["momentum"]
+    work = buffer.to(grad.dtype)
+    if group["momentum_form"] == "ema":
+        work.lerp_(grad, 1 - momentum)
+    else:
+        work.mul_(momentum).add_(grad)
+    if work is not buffer:
+        buffer.copy_(work)
+
+
+def _mixed(buffer: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+    """The update's input: the momentum, or with Nesterov the gradient mixed in once more."""
+    buffer = buffer.to(grad.dtype)
+    if not group["nesterov"]:
+        return buffer
+    if group["momentum_form"] == "ema":
+        return grad.lerp(buffer, group["momentum"])
+    return grad.add(buffer, alpha=group["momentum"])
+
+
+def _momentum_dtype(param: torch.Tensor, group: dict[str, Any]) -> torch.dtype:
+    return param.dtype if group["momentum_dtype"] == "float32" else torch.bfloat16
+
+
+def _check_group(group: dict[str, Any]) -> None:
+    """Raise ValueError for anything a step would stumble over, and store the settings in one form."""
+    settings = settings_of(group)
+    group["ns_coefficients"] = settings.coefficients
+    for key, limit in (("lr", math.inf), ("weight_decay", math.inf), ("momentum", 1.0)):
+        value = group[key]
+        if key == "lr" and isinstance(value, torch.Tensor) and value.numel() == 1:
+            value = value.item()
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < limit:
+            raise ValueError(f"{key} must be a number in [0, {limit}), got {group[key]!r}")
+    for key in ("nesterov", "cautious_weight_decay"):
+        if not isinstance(group[key], bool):
+            raise ValueError(f"{key} must be true or false, got {group[key]!r}")
+    for key, allowed in (("momentum_form", MOMENTUM_FORMS), ("momentum_dtype", MOMENTUM_DTYPES)):
+        if group[key] not in allowed:
+            raise ValueError(f"{key} must be one of {', '.join(allowed)}, got {group[key]!r}")
+    rule = group["adjust_lr_fn"]
+    if rule is not None and not callable(rule) and rule not in list(LR_FACTORS):
+        raise ValueError(f"adjust_lr_fn must be one of {', '.join(LR_FACTORS)}, None or a function, got {rule!r}")
+    names = group.get("param_names") or [f"parameter {i}" for i in range(len(group["params"]))]
+    for name, param in zip(names, group["params"]):
+        if param.ndim != 2 or 0 in param.shape:
+            raise ValueError(f"{name}: Muon updates non-empty 2-D parameters, got shape {tuple(param.shape)}")
+        if param.dtype not in (torch.float32, torch.float64):
+            raise ValueError(f"{name}: Muon keeps master weights in float32, got {param.dtype}")
+        compute_dtype(settings, param.device)
+        layout_of(param).validate(name, param.shape)
