@@ -1,0 +1,71 @@
+#!/usr/bin/env bash
+# From a fresh clone to the comparison: the same small model trained with AdamW, with gather-then-replicate Muon and with
+# DMuon, on the same text, batches and initial weights; then a table and a picture. Needs Python 3.11+ and git, no download
+# of data or weights. Uses all visible GPUs, or 4 processes on the CPU. Can be run again; each OUT is its own world.
+#   scripts/quickstart.sh [--steps N] [--out DIR]      (or STEPS=N OUT=DIR in the environment)
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
+
+STEPS=${STEPS:-30}
+OUT=${OUT:-$ROOT/outputs/quickstart}
+while [ $# -gt 0 ]; do
+    case $1 in
+        --steps) STEPS=${2:?--steps needs a number}; shift 2 ;;
+        --out) OUT=${2:?--out needs a folder}; shift 2 ;;
+        *) echo "unknown argument '$1'; usage: scripts/quickstart.sh [--steps N] [--out DIR]" >&2; exit 2 ;;
+    esac
+done
+case $STEPS in
+    '' | *[!0-9]* | 0) echo "--steps $STEPS: expected a number of at least 1" >&2; exit 2 ;;
+esac
+mkdir -p "$OUT"
+OUT=$(cd "$OUT" && pwd)   # relative to where the caller is, before leaving it
+ensure_venv
+cd "$ROOT"
+
+# GPUs: a mesh of two replicas where their number allows it. CPU: four processes, 2 x 2. bf16 only where it is fast.
+read -r ranks replicas shards dtype < <("$VENV_PYTHON" - <<'PYTHON'
+import torch
+from torchtitan_dmuon.newton_schulz import cpu_has_fast_bf16
+
+gpus = torch.cuda.device_count()
+ranks = gpus or 4
+replicas = 2 if ranks >= 4 and ranks % 2 == 0 else 1
+print(ranks, replicas, ranks // replicas, "bfloat16" if gpus or cpu_has_fast_bf16() else "float32")
+PYTHON
+)
+export TOKENIZERS_PARALLELISM=true
+"$VENV_PYTHON" -m torchtitan_dmuon prepare-data --out outputs/python_stdlib
+
+show_steps() {   # keeps the step lines of a training log, behind the run's name
+    local line
+    while IFS= read -r line; do
+        case $line in
+            *'step: '*) printf '  %-12s %s\n' "$1" "step: ${line#*step: }" ;;
+            *WARNING* | *ERROR*) [ -z "${VERBOSE:-}" ] || printf '  %-12s %s\n' "$1" "$line" ;;
+        esac
+    done
+}
+
+train() {   # train NAME: one run in $OUT/NAME
+    local name=$1 log=$OUT/$1/train.log
+    rm -rf "${OUT:?}/$name"   # a checkpoint left there would be resumed instead of trained
+    mkdir -p "$OUT/$name"
+    echo "$name: $STEPS steps on $ranks processes ($replicas x $shards, $dtype), full log in $log"
+    if ! NGPU=$ranks CONFIG_FILE=train_configs/debug_$name.toml TORCHRUN=$VENV/bin/torchrun scripts/run_train.sh \
+        --dump_folder "$OUT/$name" --training.steps "$STEPS" --training.mixed_precision_param "$dtype" \
+        --parallelism.data_parallel_replicate_degree "$replicas" --parallelism.data_parallel_shard_degree "$shards" \
+        --checkpoint.enable --metrics.disable_color_printing 2>&1 | tee "$log" | show_steps "$name"; then
+        echo "$name failed; the end of its log:" >&2
+        tail -n 40 "$log" >&2
+        exit 1
+    fi
+}
+
+begin=$SECONDS
+for name in adamw gather_muon dmuon; do
+    train "$name"
+done
+"$VENV_PYTHON" -m torchtitan_dmuon compare "$OUT/adamw" "$OUT/gather_muon" "$OUT/dmuon" \
+    --skip $((STEPS > 10 ? 5 : STEPS / 2)) --json "$OUT/compare.json" --plot "$OUT/compare.png"
+echo "three runs and the comparison: $((SECONDS - begin)) s; event files and checkpoints are in $OUT"
