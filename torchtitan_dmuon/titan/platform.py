@@ -1,9 +1,9 @@
 """TorchTitan's stock Trainer on machines without an accelerator (CPU and gloo) or without triton.
 
 Decides: what is replaced inside TorchTitan 0.3.0 so that its Trainer runs there, and how a config is adapted to the
-machine. Does not decide anything on CUDA, where every function here leaves its argument as it was. Keeps: importing this
-module patches nothing; each replacement is made by :func:`prepare`, once, next to its reason, and fails loudly when the
-seam it was read at (the wheel's 0.3.0) is no longer there.
+machine. Does not decide anything on CUDA, where every function here leaves its argument as it was. Keeps: importing
+this module patches nothing; each replacement is made by :func:`prepare`, once, next to its reason, and fails loudly
+when the seam it was read at (the wheel's 0.3.0) is no longer there.
 
 Shape suffixes: B batch, L sequence (Lq, Lk), N heads, H head dim.
 """
@@ -79,7 +79,7 @@ def prepare() -> None:
     import torchtitan.models.common.attention as attention
     from torch.nn.attention.flex_attention import create_block_mask
 
-    # Compiling the mask needs a C++ compiler at run time, which a plain machine may lack (models/common/attention.py:622).
+    # Compiling the mask needs a C++ compiler at run time, which a plain machine may lack (common/attention.py:622).
     _replace(attention, "_compiled_create_block_mask", create_block_mask)
     _define_attention_override(attention)
     warnings.filterwarnings("ignore", message=".*DTensor (random operators|manual_seed).*")
@@ -113,8 +113,8 @@ def adapt_config(config: Any) -> list[str]:
         return changes
     if any(True for _ in spec.traverse(attention.VarlenAttention.Config)):
         raise ValueError(
-            f"model {spec.name} {spec.flavor} uses varlen attention, which needs CUDA; choose a registry config with flex "
-            "or sdpa attention"
+            f"model {spec.name} {spec.flavor} uses varlen attention, which needs CUDA; choose a registry config with "
+            "flex or sdpa attention"
         )
     listed = [entry if isinstance(entry, str) else entry[0] for entry in config.override.imports]
     if ATTENTION_OVERRIDE not in listed and any(True for _ in spec.traverse(attention.FlexAttention.Config)):

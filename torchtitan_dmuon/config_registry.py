@@ -1,0 +1,30 @@
+"""TOML files as registry configs of TorchTitan's own entry point, on machines with an accelerator.
+
+`torchrun ... -m torchtitan.train --module torchtitan_dmuon --config FILE.toml` looks up ``FILE.toml`` in this module
+and calls what it gets. Decides nothing: the file is read by `titan/toml_config.py`. Keeps: a wrong file ends the process
+with code 2 and one line, as with `-m torchtitan_dmuon.train`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+
+def __getattr__(name: str) -> Callable[[], Any]:
+    if not name.endswith(".toml"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; its configs are TOML files")
+
+    def config() -> Any:
+        from torchtitan_dmuon.titan import toml_config
+        from torchtitan_dmuon.titan.config import ConfigError
+        from torchtitan_dmuon.titan.platform import PlatformError
+
+        try:
+            return toml_config.load(name).config
+        except (ConfigError, PlatformError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            raise SystemExit(2) from None
+
+    return config

@@ -1,0 +1,181 @@
+"""Whether a config can run: checked before any process group exists, while one clear error can still be given.
+
+Decides: what DMuon refuses or switches off, that the mesh fits the world, that optimizer arguments are accepted and
+that every pattern finds parameters. Does not parse (`toml_config.py`) nor adapt to the machine (`platform.py`). Keeps:
+an error is a ConfigError with the dotted key it is about.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from torchtitan_dmuon.matrices import canonical_name
+from torchtitan_dmuon.titan.config import Assignment, ConfigError, assign_parameters, optimizer_names, uses_dmuon
+from torchtitan_dmuon.titan.tables import nearest, noun
+
+# Parallelism that DMuon does not support yet: config key -> what to say.
+_REFUSED_AXES = {
+    "tensor_parallel_degree": "tensor parallelism",
+    "pipeline_parallel_degree": "pipeline parallelism",
+    "context_parallel_degree": "context parallelism",
+    "expert_parallel_degree": "expert parallelism",
+}
+
+
+def check_run(config: Any, world_size: int | None) -> Assignment | None:
+    """Raise :class:`ConfigError` if the Trainer.Config cannot run; return which parameters each group takes.
+
+    ``world_size`` None skips what depends on it. The model is built on the meta device only.
+    """
+    if world_size is not None:
+        check_mesh(config, world_size)
+    check_dmuon(config)
+    for index, group in enumerate(config.optimizer.param_groups):
+        check_optimizer_kwargs(group.optimizer_name, group.optimizer_kwargs, f"optimizer.param_groups.{index}")
+    if config.model_spec is None or not config.optimizer.param_groups:
+        return None
+    groups = [(group.pattern, group.optimizer_name) for group in config.optimizer.param_groups]
+    return assign_parameters(parameter_shapes(config), groups)
+
+
+def settle(config: Any) -> list[str]:
+    """Switch off what DMuon cannot have, in place. Returns one line for each setting changed."""
+    if not uses_dmuon(config) or config.training.disable_cuda_graphs:
+        return []
+    config.training.disable_cuda_graphs = True
+    reason = "DMuon gathers and reduces from module hooks, which a replayed graph skips"
+    return [f"training.disable_cuda_graphs -> true ({reason})"]
+
+
+def check_mesh(config: Any, world_size: int) -> None:
+    """The product of the degrees must be the world size, and the global batch a multiple of one micro-batch of it."""
+    mesh = config.parallelism
+    others = mesh.context_parallel_degree * mesh.tensor_parallel_degree * mesh.pipeline_parallel_degree
+    replicate, shard = mesh.data_parallel_replicate_degree, mesh.data_parallel_shard_degree
+    for name in ("data_parallel_replicate_degree", *_REFUSED_AXES):
+        if getattr(mesh, name) < 1:
+            raise ConfigError(f"{name} = {getattr(mesh, name)}: must be at least 1", f"parallelism.{name}")
+    if shard != -1 and shard < 1:
+        message = f"data_parallel_shard_degree = {shard}: must be at least 1, or -1 for the ranks left over"
+        raise ConfigError(message, "parallelism.data_parallel_shard_degree")
+    if shard == -1:
+        shard = max(1, world_size // (replicate * others))
+    if replicate * shard * others != world_size:
+        rest = f" x {others} (context, tensor, pipeline)" if others > 1 else ""
+        raise ConfigError(
+            f"the mesh of data_parallel_replicate_degree {replicate} x data_parallel_shard_degree {shard}{rest} has "
+            f"{replicate * shard * others} ranks, but the world has {world_size}",
+            "parallelism.data_parallel_replicate_degree"
+            if mesh.data_parallel_shard_degree == -1
+            else "parallelism.data_parallel_shard_degree",
+        )
+    total, step = config.training.global_batch_size, config.training.local_batch_size * replicate * shard
+    if total > 0 and total % step:
+        raise ConfigError(
+            f"global_batch_size = {total}: must be a multiple of local_batch_size x data-parallel ranks = {step}",
+            "training.global_batch_size",
+        )
+
+
+def check_dmuon(config: Any) -> None:
+    """What cannot be combined with the optimizer "DMuon"."""
+    if not uses_dmuon(config):
+        return
+    for name, what in _REFUSED_AXES.items():
+        if getattr(config.parallelism, name) > 1:
+            raise ConfigError(
+                f"{name} = {getattr(config.parallelism, name)}: DMuon does not support {what} yet; set it to 1, or use "
+                "AdamW or GatherMuon",
+                f"parallelism.{name}",
+            )
+    if config.training.enable_cpu_offload:
+        raise ConfigError("DMuon does not support FSDP's CPU offload", "training.enable_cpu_offload")
+    if config.training.dtype != "float32":
+        raise ConfigError(
+            f"dtype = {config.training.dtype!r}: DMuon keeps fp32 masters; for bf16 compute set mixed_precision_param",
+            "training.dtype",
+        )
+    if config.debug.spmd_typechecking:
+        raise ConfigError("DMuon's parameters carry no SPMD types; set it to false", "debug.spmd_typechecking")
+
+
+def optimizer_classes() -> dict[str, Callable[..., Any]]:
+    """Optimizers whose arguments are checked, by their name in ``param_groups``."""
+    from torchtitan_dmuon.muon import Muon
+    from torchtitan_dmuon.titan.gather_muon import GatherMuon
+
+    return {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW, "DMuon": Muon, "GatherMuon": GatherMuon}
+
+
+def check_optimizer_kwargs(name: str, kwargs: dict[str, Any], path: str) -> None:
+    """Names and types against the optimizer's signature, values by constructing it over a small parameter."""
+    classes = optimizer_classes()
+    if name == "DistMuon":  # its other arguments are objects that only a registry config can give
+        return
+    if name not in classes:
+        raise ConfigError(
+            f"unknown optimizer {name!r}.{nearest(name, [*classes, 'DistMuon'])}", f"{path}.optimizer_name"
+        )
+    path = f"{path}.optimizer_kwargs"
+    legal = {
+        k: p for k, p in inspect.signature(classes[name].__init__).parameters.items() if k not in ("self", "params")
+    }
+    for key, value in kwargs.items():
+        if key not in legal:
+            raise ConfigError(f"{name} has no argument {key!r}.{nearest(key, legal)}", f"{path}.{key}")
+        expected = _misfit(legal[key].default, value)
+        if expected:
+            raise ConfigError(f"{key} = {value!r}: expected {expected}, found {noun(value)}", f"{path}.{key}")
+    try:
+        classes[name]([torch.nn.Parameter(torch.zeros(2, 2))], **kwargs)
+    except (ValueError, TypeError, RuntimeError) as error:
+        culprit = next((key for key in kwargs if key in str(error)), None) or next(iter(kwargs), "")
+        raise ConfigError(f"{name}: {error}", f"{path}.{culprit}".rstrip(".")) from None
+
+
+def _misfit(default: Any, value: Any) -> str:
+    """What the default's type asks for when ``value`` is not that; "" when it fits or the default does not tell."""
+    number = type(value) in (int, float)
+    if isinstance(default, bool):
+        return "" if isinstance(value, bool) else "true or false"
+    if isinstance(default, int):
+        return "" if type(value) is int else "an integer"
+    if isinstance(default, float):
+        return "" if number else "a number"
+    if isinstance(default, tuple):
+        fits = isinstance(value, (tuple, list)) and len(value) == len(default)
+        fits = fits and all(type(v) in (int, float) for v in value)
+        return "" if fits else f"an array of {len(default)} numbers"
+    if isinstance(default, str):
+        return "" if isinstance(value, (str, tuple, list)) else "a string"
+    return ""
+
+
+def parameter_shapes(config: Any) -> dict[str, tuple[int, ...]]:
+    """Shapes of the model's trainable parameters by canonical name, from a build on the meta device."""
+    model_config = copy.deepcopy(config.model_spec.model)
+    try:
+        model_config.update_from_config(config=config)
+        with torch.device("meta"):
+            model = model_config.build()
+    except (ValueError, AssertionError, NotImplementedError) as error:
+        raise ConfigError(f"the model cannot be built with these settings: {error}", "job.config") from None
+    return {canonical_name(n): tuple(p.shape) for n, p in model.named_parameters() if p.requires_grad}
+
+
+def describe(config: Any, assignment: Assignment) -> list[str]:
+    """Lines for the log: what each group takes, and which parameters fell through to a later one."""
+    lines = [
+        f"optimizer group {index} ({name}): {len(names)} parameters"
+        for index, (name, names) in enumerate(zip(optimizer_names(config), assignment.groups, strict=True))
+    ]
+    if assignment.fell_through:
+        names = [name for name, _ in assignment.fell_through]
+        some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+        lines.append(f"{len(names)} parameters with fewer than 2 dimensions fell through to a later group: {some}")
+    return lines

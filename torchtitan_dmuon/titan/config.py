@@ -1,0 +1,203 @@
+"""The [dmuon] table, which parameters each optimizer group takes, and the Trainer.Config they live in.
+
+Decides: the options of DMuon with their legal and their built choices, and the one rule by which
+`optimizer.param_groups` claims parameters. Does not read files (`toml_config.py`) and does not check a run against a
+machine (`checks.py`). Keeps: a [dmuon] table is checked without TorchTitan, so its errors come before that import.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torchtitan_dmuon.matrices import canonical_name
+
+# Legal choices of DMuonConfig that the runtime does not have yet. Take an entry out when its choice is built.
+NOT_BUILT: dict[str, tuple[Any, ...]] = {
+    "holders": ("node",),
+    "clip": ("adamw_only", "per_matrix"),
+    "riders": (True,),
+}
+# Optimizers that update whole matrices: 1-D parameters under their pattern fall through to the next group.
+MATRIX_OPTIMIZERS = ("DMuon", "GatherMuon")
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be used. ``path`` is the dotted key (``training.steps``), "" when it is about the file."""
+
+    def __init__(self, message: str, path: str = "") -> None:
+        super().__init__(message)
+        self.path = path
+
+
+@dataclass(kw_only=True, slots=True)
+class DMuonConfig:
+    ownership: Literal["global", "replica"] = "global"
+    """
+    "global": each matrix has one owner among all data-parallel ranks. "replica": one owner in every replica, which
+    updates it again; the price of AdamW's redundancy, for runs that must survive the loss of a replica.
+    """
+
+    balance: Literal["cost", "numel", "round_robin"] = "cost"
+    """What owners are balanced by: cost of the update, elements, or nothing but turns."""
+
+    cost_file: str = ""
+    """JSON file of measured costs (``dmuon plan --calibrate``); "" computes costs from FLOPs."""
+
+    routing: Literal["two_level", "flat"] = "two_level"
+    """"two_level": inside nodes first, then between them. "flat": every rank talks to the owner."""
+
+    holders: Literal["shard_group", "node"] = "shard_group"
+    """Where compute-dtype copies stay between steps: one rank per shard group, or one per node."""
+
+    publish: Literal["async", "sync"] = "async"
+    """"async": updated weights travel behind the next forward. "sync": the step ends when they have arrived."""
+
+    prefetch: int = 1
+    """Units gathered ahead of the one that computes. At least 0."""
+
+    defer_reduce: bool | Literal["auto"] = "auto"
+    """
+    Whether gradients cross nodes once per step (true) or once per micro-batch (false). "auto": once per step where the
+    planned peak memory stays at AdamW's.
+    """
+
+    ranks_per_node: int = 0
+    """Ranks on one node; 0 takes LOCAL_WORLD_SIZE. Another value emulates nodes, for tests."""
+
+    grad_reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    """dtype in which gradients of owned parameters are summed across ranks."""
+
+    clip: Literal["joint", "adamw_only", "per_matrix"] = "joint"
+    """Gradient clipping: by the norm over all parameters, over AdamW's alone, or per matrix."""
+
+    deterministic: bool = False
+    """Also fix the batches of Newton-Schulz, so that bits do not depend on the plan."""
+
+    riders: bool = False
+    """Whether small parameters of a unit (norm weights, biases) travel in its buffers instead of FSDP2's."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value in NOT_BUILT.get(field.name, ()):
+                raise ConfigError(
+                    f"{field.name} = {_shown(value)} is not built yet; leave it out or choose {_shown(field.default)}",
+                    field.name,
+                )
+        for name in ("prefetch", "ranks_per_node"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} = {getattr(self, name)}: must be at least 0", name)
+
+
+def _shown(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else repr(value).replace("'", '"')
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """``groups[i]``: canonical names that group i takes. ``fell_through``: (name, group that matched but cannot)."""
+
+    groups: tuple[tuple[str, ...], ...]
+    fell_through: tuple[tuple[str, int], ...]
+
+
+def assign_parameters(shapes: Mapping[str, Sequence[int]], groups: Sequence[tuple[str, str]]) -> Assignment:
+    """Give each parameter to the first (pattern, optimizer name) group that matches and can take it.
+
+    ``shapes`` maps parameter names, with or without wrapper components, to shapes; patterns are ``re.search``ed in the
+    canonical names. A matrix optimizer takes no parameter of fewer than 2 dimensions. Raises :class:`ConfigError`, with
+    the path of the group, for an invalid pattern, a group left empty, and parameters that no group takes.
+    """
+    names = {canonical_name(name): tuple(shape) for name, shape in shapes.items()}
+    taken: list[list[str]] = []
+    owner: dict[str, int] = {}
+    fell_through: list[tuple[str, int]] = []
+    for index, (pattern, optimizer_name) in enumerate(groups):
+        path = f"optimizer.param_groups.{index}.pattern"
+        try:
+            regex = re.compile(pattern)
+        except re.error as error:
+            raise ConfigError(f"pattern {pattern!r} is not a regular expression: {error}", path) from None
+        matched = [name for name in names if regex.search(name)]
+        if not matched:
+            raise ConfigError(
+                f"pattern {pattern!r} matches no parameter; names look like {', '.join(_spread(list(names)))}", path
+            )
+        free = [name for name in matched if name not in owner]
+        if not free:
+            first = groups[owner[matched[0]]][0]
+            raise ConfigError(
+                f"pattern {pattern!r} is left without a parameter: earlier groups (such as {first!r}) take all "
+                f"{len(matched)} it matches; the first match wins",
+                path,
+            )
+        mine = [n for n in free if optimizer_name not in MATRIX_OPTIMIZERS or len(names[n]) >= 2]
+        if not mine:
+            raise ConfigError(
+                f"pattern {pattern!r} matches only parameters with fewer than 2 dimensions ({free[0]}, ...), which "
+                f"{optimizer_name} cannot take",
+                path,
+            )
+        fell_through += [(name, index) for name in free if name not in mine]
+        owner.update(dict.fromkeys(mine, index))
+        taken.append(mine)
+    left = [name for name in names if name not in owner]
+    if left:
+        raise ConfigError(
+            f"no group takes {len(left)} parameters ({', '.join(left[:3])}{', ...' if len(left) > 3 else ''}); add a last "
+            "group with pattern = '.*'",
+            "optimizer.param_groups",
+        )
+    return Assignment(tuple(tuple(group) for group in taken), tuple(fell_through))
+
+
+def _spread(names: list[str], count: int = 4) -> list[str]:
+    """A few names that look different: one per shape of the name, numbers aside."""
+    seen = {re.sub(r"\d+", "N", name): name for name in reversed(names)}
+    return list(reversed(seen.values()))[:count]
+
+
+def optimizer_names(config: Any) -> list[str]:
+    """Names of the optimizers of a Trainer.Config, in the order of its groups."""
+    return [group.optimizer_name for group in config.optimizer.param_groups]
+
+
+def uses_dmuon(config: Any) -> bool:
+    return "DMuon" in optimizer_names(config)
+
+
+def retype(config: Any, target: type) -> Any:
+    """The same values in another config class that has at least the fields of this one."""
+    if type(config) is target:
+        return config
+    missing = {f.name for f in dataclasses.fields(config)} - {f.name for f in dataclasses.fields(target)}
+    if missing:
+        lacks = ", ".join(sorted(missing))
+        raise TypeError(f"{target.__qualname__} has no {lacks}, which {type(config).__qualname__} has")
+    return target(**{f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.init})
+
+
+def to_dmuon_config(config: Any, trainer_cls: type) -> Any:
+    """A registry's Trainer.Config as ``trainer_cls.Config``: the same values plus the [dmuon] table's defaults."""
+    return retype(config, trainer_cls.Config)
+
+
+def with_dmuon_optimizer(config: Any) -> Any:
+    """Put the container that knows "DMuon" and "GatherMuon" into a Trainer.Config, in place, and return it.
+
+    A container that is no plain OptimizersContainer is kept: its owner chose it.
+    """
+    from torchtitan.components.optimizer import OptimizersContainer
+
+    try:
+        from torchtitan_dmuon.titan.optimizer import DMuonOptimizersContainer
+    except ModuleNotFoundError:
+        return config
+
+    if type(config.optimizer) is OptimizersContainer.Config:
+        config.optimizer = retype(config.optimizer, DMuonOptimizersContainer.Config)
+    return config

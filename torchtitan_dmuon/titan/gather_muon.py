@@ -1,0 +1,138 @@
+"""Gather-then-replicate Muon over FSDP2 parameters: the baseline that DMuon is compared with.
+
+Decides: when an update's input is gathered, and which rows of the full update a rank applies. The rule itself is
+`muon.py`'s. Keeps: the update of one process, on every mesh. Every rank of every replica repeats the Newton-Schulz work
+of all matrices, which is the point of comparing.
+
+Shape suffixes: M rows, N columns of a parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+
+from torchtitan_dmuon.muon import (
+    DEFAULT_BATCH_BYTES,
+    LrFactor,
+    Muon,
+    StepStats,
+    layout_of,
+    momentum_update,
+    orthogonalized_updates,
+    settings_of,
+)
+from torchtitan_dmuon.newton_schulz import compute_dtype, flops
+
+
+class GatherMuon(Muon):
+    """Muon over 2-D DTensor parameters (FSDP2, HSDP) or plain ones; arguments as :class:`torchtitan_dmuon.muon.Muon`.
+
+    Momentum has the parameter's placement. A step gathers each update input in the Newton-Schulz dtype, so every rank
+    must have a gradient for the same parameters. At most ``batch_bytes`` of gathered inputs, and at least one, exist at
+    a time. Raises ValueError at construction, naming what is allowed.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: Any = "keller",
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | LrFactor | None = None,
+        *,
+        ns_form: str = "auto",
+        ns_dtype: str = "auto",
+        momentum_form: str = "ema",
+        momentum_dtype: str = "float32",
+        batch_bytes: int = DEFAULT_BATCH_BYTES,
+    ) -> None:
+        # Written out, not **kwargs: an option that Muon gains must not be accepted here and ignored.
+        super().__init__(
+            params,
+            lr,
+            weight_decay,
+            momentum,
+            nesterov,
+            ns_coefficients,
+            eps,
+            ns_steps,
+            adjust_lr_fn,
+            ns_form=ns_form,
+            ns_dtype=ns_dtype,
+            momentum_form=momentum_form,
+            momentum_dtype=momentum_dtype,
+            batch_bytes=batch_bytes,
+        )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.stats = StepStats()
+        for group in self.param_groups:
+            settings = settings_of(group)
+            lr = float(group["lr"])
+            for params in self._batches(group):
+                inputs_MN = [self._gathered_input(param, group) for param in params]
+                layouts = [layout_of(param) for param in params]
+                updates_MN = orthogonalized_updates(
+                    inputs_MN, layouts, settings, group["adjust_lr_fn"], self.batch_bytes
+                )
+                for param, layout, update_MN in zip(params, layouts, updates_MN, strict=True):
+                    local = _local(param)
+                    local.mul_(1 - lr * group["weight_decay"])
+                    local.add_(_local_part(update_MN, param), alpha=-lr)
+                    for shape in layout.shapes(param.shape):
+                        self.stats.ns_calls += 1
+                        self.stats.ns_flops += flops(*shape, settings, local.device.type)
+        return loss
+
+    def _batches(self, group: dict[str, Any]) -> Iterator[list[torch.Tensor]]:
+        """Parameters with a gradient, equal shapes together; alike on every rank; ``batch_bytes`` gathered at most."""
+        by_shape: dict[torch.Size, list[torch.Tensor]] = {}
+        for param in group["params"]:
+            if param.grad is not None:
+                by_shape.setdefault(param.shape, []).append(param)
+        for shape, params in by_shape.items():
+            # The input in its dtype, and the update in float32.
+            each = shape.numel() * (compute_dtype(settings_of(group), params[0].device).itemsize + 4)
+            size = max(1, self.batch_bytes // each)
+            for start in range(0, len(params), size):
+                yield params[start : start + size]
+
+    def _gathered_input(self, param: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        """The whole input [M, N] of the parameter's update, in the Newton-Schulz dtype."""
+        assert param.grad is not None
+        buffer = _local(self._momentum(param, group))
+        mixed = momentum_update(
+            buffer, _local(param.grad), group["momentum"], group["nesterov"], group["momentum_form"]
+        )
+        mixed = mixed.to(compute_dtype(settings_of(group), mixed.device))
+        if not isinstance(param, DTensor):
+            return mixed
+        shard = DTensor.from_local(
+            mixed, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+        )
+        return shard.full_tensor()
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _local_part(full_MN: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """The part of a tensor that this rank holds of ``param``; slicing only, uneven shards included."""
+    if not isinstance(param, DTensor):
+        return full_MN
+    whole = DTensor.from_local(full_MN, param.device_mesh, [Replicate()] * param.device_mesh.ndim, run_check=False)
+    return whole.redistribute(placements=param.placements).to_local()

@@ -1,0 +1,106 @@
+"""`python -m torchtitan_dmuon.train`, alone or under torchrun: parse, check, train, close.
+
+Decides: the order of things around TorchTitan's Trainer, and how errors in a config end the process (one line, code 2).
+Does not decide anything about training. Keeps: nothing that starts a process group runs before the config is checked.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from torchtitan_dmuon.titan import platform, toml_config
+from torchtitan_dmuon.titan.config import ConfigError
+
+# torchrun ends all ranks when the first one fails; the one that speaks on each node must not be cut short.
+_SILENT_RANKS_WAIT_SECONDS = 2.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train as the arguments say. Returns 0, or 2 for a config that cannot run; other failures raise."""
+    try:
+        alone = _default_environment()
+        run = toml_config.parse(sys.argv[1:] if argv is None else argv)
+        lines = ["no launcher: one process"] if alone else []
+        lines += _checked(run)
+    except (ConfigError, platform.PlatformError) as error:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        else:
+            time.sleep(_SILENT_RANKS_WAIT_SECONDS)
+        return 2
+    train(run.config, lines)
+    return 0
+
+
+def _checked(run: toml_config.Run) -> list[str]:
+    """Check the run, save its config, adapt it to the machine. Returns the lines to log."""
+    from torchtitan_dmuon.titan import checks
+
+    try:
+        assignment = checks.check_run(run.config, int(os.environ["WORLD_SIZE"]))
+        settled = checks.settle(run.config)
+        tables, left_out = toml_config.document(run)  # before this machine adapts it
+        try:
+            adapted = platform.adapt_config(run.config)
+        except ValueError as error:
+            raise ConfigError(str(error), str(error).split()[0] if "." in str(error).split()[0] else "") from None
+    except ConfigError as error:
+        raise run.source.locate(error) from None
+    lines = [f"config: {line}" for line in (*settled, *adapted)]
+    if assignment is not None:
+        lines += checks.describe(run.config, assignment)
+    if os.environ["RANK"] == "0":
+        path = toml_config.save(tables, left_out, run.config.dump_folder, adapted)
+        lines.append(f"config saved in {path}")
+    return lines
+
+
+def train(config: Any, lines: Sequence[str] = ()) -> None:
+    """Build the config's trainer, train and close it, with the conventions of TorchTitan's own entry point."""
+    import torch
+    import torchtitan
+    from torchtitan.observability import structured_logger
+    from torchtitan.tools.logging import init_logger, logger
+
+    init_logger()
+    logger.info("torchtitan %s, torch %s", torchtitan.__version__, torch.__version__)
+    for line in lines:
+        logger.info(line)
+    structured_logger.init_structured_logger(
+        source="training", output_dir=config.dump_folder, enable=config.debug.enable_structured_logging
+    )
+    trainer = None
+    try:
+        trainer = config.build()
+        if config.checkpoint.create_seed_checkpoint:
+            if int(os.environ["WORLD_SIZE"]) != 1 or not config.checkpoint.enable:
+                raise ConfigError("a seed checkpoint is made by one process, with checkpoint.enable = true")
+            trainer.checkpointer.save(curr_step=0, last_step=True)
+        else:
+            trainer.train()
+    finally:
+        if trainer is not None:
+            trainer.close()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def _default_environment() -> bool:
+    """Without a launcher, be rank 0 of 1. Returns whether that was so."""
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        return False
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    os.environ.update(ranks, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(main())
