@@ -1,0 +1,23 @@
+"""Muon with one owner per matrix, for any FSDP2 model; `torchtitan_dmuon.titan` adapts it to TorchTitan.
+
+Importing this package imports torch alone and changes nothing.
+"""
+
+from .matrices import MatrixLayout, OwnedSpec
+from .muon import Muon
+from .newton_schulz import NewtonSchulz
+from .ownership import CostModel, OwnershipPlan
+from .runtime.optimizer import OwnedOptimizer
+from .runtime.owned import OwnedMatrices, own_matrices
+
+__all__ = [
+    "CostModel",
+    "MatrixLayout",
+    "Muon",
+    "NewtonSchulz",
+    "OwnedMatrices",
+    "OwnedOptimizer",
+    "OwnedSpec",
+    "OwnershipPlan",
+    "own_matrices",
+]

@@ -1,0 +1,144 @@
+"""A small transformer, its data, and the one-process run that owned training must equal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+import torchtitan_dmuon as dmuon
+
+VOCAB, DIM, HIDDEN, LENGTH = 32, 16, 24, 8
+OWNED = r"layers\.\d+\.(qkv|wo|w1|w2)\.weight$"
+LAYOUTS = {r"\.qkv\.weight$": dmuon.MatrixLayout(groups=2, rows=(8, 4, 4))}
+
+
+class Block(nn.Module):
+    """Attention-free stand-in with a fused weight [32, 16] (three interleaved matrices), a bias and two norms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.RMSNorm(DIM), nn.RMSNorm(DIM)
+        self.qkv = nn.Linear(DIM, 32, bias=False)
+        self.wo = nn.Linear(16, DIM, bias=True)
+        self.w1 = nn.Linear(DIM, HIDDEN, bias=False)
+        self.w2 = nn.Linear(HIDDEN, DIM, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm1(x)).view(*x.shape[:-1], 2, 16).split((8, 4, 4), dim=-1)
+        mixed = (q * torch.tanh(torch.cat((k, v), -1))).flatten(-2)
+        x = x + self.wo(mixed)
+        return x + self.w2(F.silu(self.w1(self.norm2(x))))
+
+
+class Toy(nn.Module):
+    def __init__(self, layers: int = 3, checkpointing: bool = False) -> None:
+        super().__init__()
+        self.checkpointing = checkpointing
+        self.embed = nn.Embedding(VOCAB, DIM)
+        self.layers = nn.ModuleList(Block() for _ in range(layers))
+        self.norm = nn.RMSNorm(DIM)
+        self.head = nn.Linear(DIM, VOCAB, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.checkpointing else layer(x)
+        return self.head(self.norm(x))
+
+
+def make_toy(layers: int = 3, checkpointing: bool = False) -> Toy:
+    torch.manual_seed(0)
+    model = Toy(layers, checkpointing)
+    for p in model.parameters():
+        if p.ndim == 2:
+            nn.init.normal_(p, std=0.3)
+    return model
+
+
+def batch(step: int, micro: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(10_000 * step + 100 * micro + rank)
+    tokens = torch.randint(0, VOCAB, (2, LENGTH + 1), generator=g)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def loss_of(model: nn.Module, step: int, micro: int, rank: int) -> torch.Tensor:
+    tokens, targets = batch(step, micro, rank)
+    return F.cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten())
+
+
+def mesh_of(replicas: int, shards: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("dp_replicate", "dp_shard"))
+
+
+def shard(model: Toy, mesh: DeviceMesh, param_dtype: torch.dtype | None = None, **options: Any) -> dmuon.OwnedMatrices:
+    """The three calls of the public surface."""
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
+    options = {"select": OWNED, "layouts": LAYOUTS, **options}
+    reshard = options.get("reshard_after_forward", True)
+    owned = dmuon.own_matrices(model, mesh, units=model.layers, mp_policy=policy, **options)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy, ignored_params=owned.parameters, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, mp_policy=policy, ignored_params=owned.parameters)
+    return owned
+
+
+Optimizers = tuple[torch.optim.Optimizer, torch.optim.Optimizer]
+
+
+def adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1)
+
+
+def sgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+class Reference:
+    """One process, ordinary torch: the whole batch of ``world`` ranks, gradients averaged over ranks."""
+
+    def __init__(
+        self,
+        world: int,
+        matrix_optimizer: Callable[..., torch.optim.Optimizer],
+        micros: int = 1,
+        max_norm: float = 1.0,
+        param_dtype: torch.dtype | None = None,
+        model: Toy | None = None,
+    ) -> None:
+        self.world, self.micros, self.max_norm, self.dtype = world, micros, max_norm, param_dtype
+        self.model = model or make_toy()
+        owned = {
+            n: p
+            for n, p in self.model.named_parameters()
+            if n.endswith(("qkv.weight", "wo.weight", "w1.weight", "w2.weight"))
+        }
+        for name, p in owned.items():
+            layout = LAYOUTS[r"\.qkv\.weight$"] if "qkv" in name else dmuon.MatrixLayout()
+            from torchtitan_dmuon.muon import set_layout
+
+            set_layout(p, layout)
+        self.owned = owned
+        self.matrix = matrix_optimizer(list(owned.values()))
+        self.rest = adamw([p for n, p in self.model.named_parameters() if n not in owned])
+
+    def backward(self, step: int) -> None:
+        for micro in range(self.micros):
+            for rank in range(self.world):
+                (loss_of(self.model, step, micro, rank) / self.world).backward()
+
+    def step(self, step: int) -> float:
+        self.backward(step)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm)
+        self.grads = {n: p.grad.clone() for n, p in self.owned.items()}
+        self.matrix.step()
+        self.rest.step()
+        self.matrix.zero_grad()
+        self.rest.zero_grad()
+        return norm.item()

@@ -1,0 +1,362 @@
+"""The engine: gathers, reduces and publishes units, each on its own lane and process group.
+
+Decides: when an operation is issued and what it waits for. Does not decide routes (`topology.py`), memory (`unit.py`)
+or the life of a module (`hooks.py`). Keeps invariants 1 (order of summation), 3, 5 and 10: nothing here changes a
+weight; gradients become visible to an optimizer only through `finish_reduces`.
+
+Four lanes, made in this order on every rank: gather, reduce (inside nodes), reduce between nodes, publish.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from ..topology import Stage, Topology
+from .lanes import Exposure, Lane, Ticket, make_lane
+from .schedule import GatherOrder, ReduceQueue
+from .transport import Transport
+from .unit import Ranges, Unit, slice_of
+
+PHASES = ("gather", "reduce", "reduce_between_nodes", "publish")
+# Gradient buffers of this many units may be in flight inside the node; level 2 holds a node's share of a unit each.
+CONTRIBUTIONS_IN_FLIGHT = 2
+
+
+class Engine:
+    """Moves the units of one rank. ``transports`` has one entry per phase; all are None on a single rank."""
+
+    def __init__(
+        self,
+        topology: Topology,
+        rank: int,
+        units: list[Unit],
+        transports: Mapping[str, Transport | None],
+        control: dist.ProcessGroup | None,
+        device: torch.device,
+        *,
+        prefetch: int,
+        reshard_after_forward: bool,
+        publish_async: bool,
+        gradient_divide_factor: float,
+    ) -> None:
+        self.topology, self.rank, self.units, self.control = topology, rank, units, control
+        self.device = device
+        self.reshard_after_forward, self.publish_async = reshard_after_forward, publish_async
+        self.gradient_divide_factor = gradient_divide_factor
+        self.is_last_backward = True
+        self.uninitialized: set[str] = set()  # owned parameters that have no values yet
+        self.stale = True  # holders' copies differ from the masters: publish before the next gather
+        self.exposure = Exposure(device)
+        self.sent: Counter[tuple[str, str]] = Counter()  # (phase, "intra_node" | "inter_node") -> bytes
+        self._transports = transports
+        self._lanes: dict[str, Lane] = {p: make_lane(p, device) for p in PHASES}
+        self._contributions: deque[Ticket] = deque()
+        self._unfinished: set[int] = set()  # units with partial sums that have not been through level 2
+        self._reduced: set[int] = set()  # units with gradients since the last step
+        self._norm: torch.Tensor | None = None  # of the gradients as reduced, if a clip has taken it
+        self.is_busy: Callable[[Unit], bool] = lambda unit: False  # replaced by the hooks
+        self.forward_order = GatherOrder(prefetch, self._gather, self._release)
+        self.backward_order = GatherOrder(prefetch, self._gather, self._release)
+        self._reduces = ReduceQueue(self._issue_reduce)
+        self._routes = {u.index: (u.layout.gather(rank), u.layout.reduce(rank), u.layout.publish(rank)) for u in units}
+
+    # ---- what the hooks call ----
+
+    def forward_begins(self) -> None:
+        self.forward_order.begin()
+
+    def forward_ends(self) -> None:
+        self.forward_order.end()
+
+    def backward_begins(self) -> None:
+        self.backward_order.begin()
+        self._reduces.set_order(self.reduce_order())
+
+    def need(self, unit: Unit, in_backward: bool) -> None:
+        (self.backward_order if in_backward else self.forward_order).request(unit.index)
+        self._await_gather(unit)
+
+    def done(self, unit: Unit, in_backward: bool) -> None:
+        if in_backward or self.reshard_after_forward:
+            self._free(unit)
+
+    def gradients_ready(self, unit: Unit) -> None:
+        self._reduces.ready(unit.index)
+
+    def backward_over(self, any_gradient: bool) -> None:
+        self.backward_order.end()
+        if any_gradient:
+            self._reduces.finish()
+        else:  # torch.autograd.grad, or nothing trainable: no rank reduces
+            self._reduces.reset()
+        self.free_all()
+
+    # ---- gather ----
+
+    def _gather(self, index: int) -> None:
+        unit = self.units[index]
+        if unit.gathered or unit.gathering is not None:
+            return
+        if self.stale:
+            self.publish_all()
+        unit.allocate()
+        after = [unit.published] if unit.published is not None else []
+        unit.gathering = self._lanes["gather"].submit(lambda: self._run_gather(unit), after)
+
+    def _run_gather(self, unit: Unit) -> None:
+        unit.fill_held()
+        for stage in self._routes[unit.index][0]:
+            self._exchange("gather", stage, _ranges_from(unit.flat), _ranges_from(unit.flat))()
+
+    def _await_gather(self, unit: Unit) -> None:
+        if unit.gathered:
+            return
+        self._wait_gather(unit)
+        unit.expose()
+
+    def _wait_gather(self, unit: Unit) -> None:
+        if unit.published is not None:  # the part of the wait that is the publish's
+            self.exposure.wait("publish", unit.published)
+            unit.published = None
+        assert unit.gathering is not None
+        self.exposure.wait("gather", unit.gathering)
+        unit.gathering = None
+
+    def _free(self, unit: Unit) -> None:
+        if unit.gathering is not None:
+            self._wait_gather(unit)
+            unit.free()
+        elif unit.gathered:
+            unit.free()
+
+    def _release(self, index: int) -> None:
+        if self.reshard_after_forward and not self.is_busy(self.units[index]):
+            self._free(self.units[index])
+
+    def free_all(self) -> None:
+        for unit in self.units:
+            self._free(unit)
+
+    def gather_all(self) -> None:
+        """Every unit, for use outside a forward; a collective."""
+        for unit in self.units:
+            self._gather(unit.index)
+        for unit in self.units:
+            self._await_gather(unit)
+
+    # ---- reduce ----
+
+    def _issue_reduce(self, index: int) -> None:
+        unit = self.units[index]
+        if not unit.trainable():
+            return
+        while len(self._contributions) >= CONTRIBUTIONS_IN_FLIGHT:
+            self.exposure.wait("reduce", self._contributions.popleft())
+        contrib = unit.take_gradients()
+        lane = self._lanes["reduce"]
+        lane.borrow(contrib)
+        ticket = lane.submit(lambda: self._reduce_in_node(unit, contrib))
+        unit.reducing.append(ticket)
+        self._contributions.append(ticket)
+        self._norm = None
+        self._unfinished.add(index)
+        self._reduced.add(index)
+        if self.is_last_backward:
+            self._issue_between_nodes(unit, ticket)
+
+    def _issue_between_nodes(self, unit: Unit, after: Ticket) -> None:
+        self._unfinished.discard(unit.index)
+        unit.reducing.append(
+            self._lanes["reduce_between_nodes"].submit(lambda: self._reduce_between_nodes(unit), [after])
+        )
+
+    def _reduce_in_node(self, unit: Unit, contrib: torch.Tensor) -> None:
+        """Level 1: contributions to their collector, summed by local rank; sums of several micro-batches add up."""
+        stage = self._routes[unit.index][1][0]
+        ranges = unit.layout.collected(self.rank)
+        received = {peer: _buffers(unit, ranges) for peer in {m.peer for m in stage.recvs}}
+        self._exchange("reduce", stage, _ranges_from(contrib), received.__getitem__)()
+        received[self.rank] = {(a, b): contrib[a:b] for a, b in ranges}
+        for node in sorted({self.topology.node(r) for r in received}):
+            members = [r for r in sorted(received) if self.topology.node(r) == node]
+            sums = unit.partial.setdefault(node, {})
+            for span in ranges:
+                total = _sum([received[m][span] for m in members])
+                if span in sums:
+                    sums[span].add_(total)
+                else:  # a slice of the contribution would keep all of it alive
+                    sums[span] = total.clone() if total.untyped_storage() is contrib.untyped_storage() else total
+        for sums in unit.partial.values():
+            for tensor in sums.values():
+                self._lanes["reduce_between_nodes"].borrow(tensor)
+
+    def _reduce_between_nodes(self, unit: Unit) -> None:
+        """Level 2: node sums to the owner, summed by node into its gradient."""
+        layout, own_node = unit.layout, self.topology.node(self.rank)
+        stage = self._routes[unit.index][1][1]
+        ranges = layout.rooted(self.rank)
+        received = {peer: _buffers(unit, ranges) for peer in {m.peer for m in stage.recvs}}
+        own = unit.partial.get(own_node, {})
+        self._exchange("reduce_between_nodes", stage, lambda _peer: own, received.__getitem__)()
+        by_node = {self.topology.node(p): sums for p, sums in received.items()}
+        by_node.update(unit.partial)
+        for span in layout.mastered(self.rank):
+            if span not in unit.grad:
+                unit.grad[span] = torch.zeros(span[1] - span[0], dtype=torch.float32, device=unit.device)
+        if self.topology.ownership == "replica":  # each backward's sum goes to every replica's owner
+            fresh: Ranges = {s: torch.zeros_like(t) for s, t in unit.grad.items()}
+        else:
+            fresh = unit.grad
+        for span in ranges:
+            total = _sum([slice_of(by_node[n], *span).float().clone() for n in sorted(by_node)])
+            slice_of(fresh, *span).add_(total.div_(self.gradient_divide_factor))
+        if self.topology.ownership == "replica":
+            for spread in self._routes[unit.index][2]:
+                self._exchange("reduce_between_nodes", spread, lambda _peer: fresh, lambda _peer: fresh)()
+            for span, tensor in unit.grad.items():
+                tensor.add_(fresh[span])
+        unit.partial.clear()
+
+    def finish_reduces(self) -> bool:
+        """Complete what is in flight and give owned pieces their gradients. False if no backward ran since the last
+        step. A collective when a deferred reduce is left, otherwise local."""
+        for index in self.reduce_order():
+            if index in self._unfinished:
+                self._issue_between_nodes(self.units[index], self.units[index].reducing[-1])
+        reduced = [self.units[i] for i in sorted(self._reduced)]
+        for unit in reduced:
+            for ticket in unit.reducing:
+                self.exposure.wait("reduce", ticket)
+            unit.reducing.clear()
+        self._contributions.clear()
+        flags = [f for unit in reduced for f in unit.used_flags()]
+        used = (torch.cat(flags) > 0).tolist() if flags else []
+        for unit in reduced:
+            count = len(unit.owned)
+            unit.attach_gradients(used[:count])
+            used = used[count:]
+        return bool(reduced)
+
+    def drop_gradients(self) -> None:
+        """Forget all gradients of owned parameters, reduced or not."""
+        for unit in self.units:
+            for ticket in unit.reducing:
+                ticket.wait()
+            unit.drop_gradients()
+            for param in unit.params:
+                param.weight.grad = None
+        self._contributions.clear()
+        self._unfinished.clear()
+        self._reduced.clear()
+        self._norm = None
+
+    def set_norm(self, norm: torch.Tensor) -> None:
+        """The joint norm of the gradients as they are now: tells whether the next step is skipped."""
+        self._norm = norm
+
+    def gradients_are_finite(self) -> bool:
+        """Whether no gradient of this step is inf or nan, on any rank. A collective unless a clip took the norm."""
+        if self._norm is None:
+            self._norm = self.gradient_squares().sum()
+        return bool(torch.isfinite(self._norm))
+
+    def gradient_squares(self) -> torch.Tensor:
+        """Squared norm of the reduced gradient of every piece in the cluster, in a fixed order; [pieces], float64, the
+        same on every rank. A collective; the reduces must be finished."""
+        squares = torch.zeros(sum(len(u.pieces) for u in self.units), dtype=torch.float64, device=self.device)
+        at = 0
+        for unit in self.units:
+            for position, key in enumerate(sorted(unit.pieces), start=at):
+                # Under replica ownership several ranks hold the piece: the one that sums it counts.
+                if key in unit.rooted and (grad := unit.master_of[key].grad) is not None:
+                    squares[position] = torch.linalg.vector_norm(grad).double() ** 2
+            at += len(unit.pieces)
+        if self.control is not None:
+            dist.all_reduce(squares, group=self.control)
+        return squares
+
+    def reduce_order(self) -> list[int]:
+        """Units in the reverse of the first forward, those it did not see last."""
+        seen = self.forward_order.sequence
+        return [*reversed(seen), *(u.index for u in reversed(self.units) if u.index not in set(seen))]
+
+    def update_order(self) -> list[int]:
+        """Units in forward order, those never seen in a forward last: the order of updates and publishes."""
+        seen = self.forward_order.sequence
+        return [*seen, *(u.index for u in self.units if u.index not in set(seen))]
+
+    # ---- publish ----
+
+    def publish(self, unit: Unit) -> None:
+        """New masters of one unit to its holders. A collective. The unit is not gathered."""
+        if unit.published is not None:  # nobody gathered the last one: its messages may still read the held copy
+            unit.published.wait()
+        unit.refresh_held()
+        if self.topology.ownership == "replica":
+            return  # every shard group has an owner of its own
+        unit.published = self._lanes["publish"].submit(lambda: self._run_publish(unit))
+
+    def _run_publish(self, unit: Unit) -> None:
+        for stage in self._routes[unit.index][2]:
+            self._exchange("publish", stage, lambda _peer: unit.held, lambda _peer: unit.held)()
+
+    def publish_all(self) -> None:
+        if self.uninitialized:
+            raise RuntimeError(
+                f"{min(self.uninitialized)} has no values yet ({len(self.uninitialized)} such parameters): "
+                "call owned.initialize, or load a checkpoint, before the first forward"
+            )
+        self.stale = False
+        for unit in self.units:
+            self.publish(unit)
+
+    def await_publishes(self) -> None:
+        for unit in self.units:
+            if unit.published is not None:
+                self.exposure.wait("publish", unit.published)
+                unit.published = None
+
+    # ---- messages ----
+
+    def _exchange(
+        self,
+        phase: str,
+        stage: Stage,
+        sources: Callable[[int], Ranges],
+        targets: Callable[[int], Ranges],
+    ) -> Callable[[], None]:
+        """Start the messages of a stage: ``sources(peer)`` and ``targets(peer)`` hold the ranges sent and received."""
+        transport = self._transports[phase]
+        if transport is None:
+            return lambda: None
+        sends = [(m.peer, slice_of(sources(m.peer), m.start, m.stop)) for m in stage.sends]
+        recvs = [(m.peer, slice_of(targets(m.peer), m.start, m.stop)) for m in stage.recvs]
+        for peer, tensor in sends:
+            near = self.topology.node(peer) == self.topology.node(self.rank)
+            self.sent[phase, "intra_node" if near else "inter_node"] += tensor.numel() * tensor.element_size()
+        return transport.exchange(sends, recvs)
+
+    def close(self) -> None:
+        for lane in self._lanes.values():
+            lane.close()
+
+
+def _ranges_from(buffer: torch.Tensor) -> Callable[[int], Ranges]:
+    whole = {(0, buffer.numel()): buffer}
+    return lambda _peer: whole
+
+
+def _buffers(unit: Unit, ranges: Sequence[tuple[int, int]]) -> Ranges:
+    return {(a, b): torch.empty(b - a, dtype=unit.reduce_dtype, device=unit.device) for a, b in ranges}
+
+
+def _sum(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Left to right, into the first: ((t0 + t1) + t2) + ..."""
+    total = tensors[0]
+    for tensor in tensors[1:]:
+        total.add_(tensor)
+    return total

@@ -1,0 +1,94 @@
+"""A module that holds owned weights, as seen by `to_empty`, `state_dict` and `load_state_dict`.
+
+Decides: how the three ordinary walks over a module's parameters meet weights that are not there. Device moves and
+dtype casts pass them by (the runtime owns their memory). A state dict holds the fp32 master, on its owner only
+(DESIGN section 6, "State"); a load writes masters and marks the holders' copies stale.
+
+The walks are met by per-instance overrides of `Module._apply`, `_save_to_state_dict` and `_load_from_state_dict`, the
+methods `torch.nn.Module` calls for each submodule; no class is changed.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from .parameter import OwnedParameter
+
+
+class MasterStore(Protocol):
+    """Where masters are read and written by parameter."""
+
+    def master_state(self, param: OwnedParameter) -> Any | None:
+        """The value for a state dict on this rank, or None if it owns none of the parameter."""
+
+    def load_master(self, param: OwnedParameter, value: Any) -> None: ...
+
+    def mark_stale(self) -> None: ...
+
+
+@contextmanager
+def _absent(module: nn.Module, attributes: list[str]) -> Iterator[None]:
+    """The module's walks see no parameter under these names; their order in the module is kept."""
+    shown = {a: module._parameters[a] for a in attributes}
+    for attribute in attributes:
+        module._parameters[attribute] = None
+    try:
+        yield
+    finally:
+        for attribute, parameter in shown.items():
+            module._parameters[attribute] = parameter
+
+
+def adapt_leaf(module: nn.Module, owned: dict[str, OwnedParameter], store: MasterStore) -> None:
+    """Override the three walks on ``module`` for its owned attributes (attribute -> parameter)."""
+    attributes = list(owned)
+    apply, save, load = module._apply, module._save_to_state_dict, module._load_from_state_dict
+
+    def _apply(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        with _absent(module, attributes):
+            return apply(fn, recurse)
+
+    def _save_to_state_dict(self: nn.Module, destination: Any, prefix: str, keep_vars: bool) -> None:
+        with _absent(module, attributes):
+            save(destination, prefix, keep_vars)
+        for attribute, param in owned.items():
+            if (value := store.master_state(param)) is not None:
+                destination[prefix + attribute] = value
+
+    def _load_from_state_dict(
+        self: nn.Module,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        values = {a: state_dict.pop(prefix + a) for a in attributes if prefix + a in state_dict}
+        with _absent(module, attributes):
+            load(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        for attribute, param in owned.items():
+            if attribute in values:
+                value = values[attribute]
+                state_dict[prefix + attribute] = value  # the caller's dict is left as it was
+                if tuple(value.shape) != param.spec.shape:
+                    error_msgs.append(
+                        f"size mismatch for {prefix + attribute}: the checkpoint has {tuple(value.shape)}, "
+                        f"the model {param.spec.shape}"
+                    )
+                    continue
+                store.load_master(param, value)
+            elif store.master_state(param) is not None:
+                missing_keys.append(prefix + attribute)
+        store.mark_stale()
+
+    module._apply = types.MethodType(_apply, module)  # type: ignore[method-assign]
+    module._save_to_state_dict = types.MethodType(_save_to_state_dict, module)  # type: ignore[method-assign]
+    module._load_from_state_dict = types.MethodType(_load_from_state_dict, module)  # type: ignore[method-assign]

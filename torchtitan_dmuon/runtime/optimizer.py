@@ -1,0 +1,103 @@
+"""Any whole-matrix optimizer over the pieces a rank owns, as one `torch.optim.Optimizer`.
+
+Decides: the order of a step (finite check, update unit by unit in forward order, publish each unit as soon as it is
+updated). Does not decide the update rule, which is the inner optimizer's. Keeps invariant 10: a step whose gradients
+are not finite on any rank changes nothing on any rank.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from .engine import Engine
+
+OptimizerFactory = Callable[..., torch.optim.Optimizer]
+
+
+class OwnedOptimizer(torch.optim.Optimizer):
+    """Steps ``factory(groups, **defaults)`` over the fp32 masters this rank owns and publishes the result.
+
+    Every rank has the same parameter groups, empty where it owns nothing. ``param_groups``, ``defaults`` and ``state``
+    are the inner optimizer's own objects, so schedulers and checkpoints see an ordinary optimizer. Gradients exist from
+    the last reduce to the end of `step`: a second step without a backward changes nothing.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        factory: OptimizerFactory,
+        groups: Sequence[Mapping[str, Any]],
+        **defaults: Any,
+    ) -> None:
+        self.engine = engine
+        self.inner = factory([dict(g) for g in groups], **defaults)
+        self._by_unit: list[list[nn.Parameter]] = [list(u.master_of.values()) for u in engine.units]
+        mine = {p for g in self.inner.param_groups for p in g["params"]}
+        self._by_unit = [[p for p in params if p in mine] for params in self._by_unit]
+        self.skipped_steps = 0
+        self.update_seconds = 0.0
+        super().__init__(self.inner.param_groups, self.inner.defaults)
+        self._share()
+
+    def _share(self) -> None:
+        self.param_groups, self.state, self.defaults = self.inner.param_groups, self.inner.state, self.inner.defaults
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        # The base class adds the groups it is given; ours are the inner optimizer's, already complete.
+        if not any(param_group is g for g in self.inner.param_groups):
+            raise RuntimeError(
+                "the groups of an owned optimizer are fixed when it is built: select the parameters then"
+            )
+        self.param_groups.append(param_group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update owned masters and publish them. A collective. Returns the closure's value."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        engine = self.engine
+        engine.free_all()
+        if not engine.finish_reduces():
+            return loss
+        if not engine.gradients_are_finite():
+            self.skipped_steps += 1
+            self.zero_grad()
+            return loss
+        grads = {p: p.grad for params in self._by_unit for p in params}
+        for p in grads:
+            p.grad = None
+        begin = time.perf_counter()
+        for index in engine.update_order():
+            unit = engine.units[index]
+            params = self._by_unit[index]
+            for p in params:
+                p.grad = grads.pop(p)
+            if any(p.grad is not None for p in params):
+                self.inner.step()
+            for p in params:
+                p.grad = None
+            engine.publish(unit)
+        self.update_seconds = time.perf_counter() - begin
+        engine.drop_gradients()
+        if not engine.publish_async:
+            engine.await_publishes()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of owned parameters, also those reduced by backwards that no step followed."""
+        self.engine.drop_gradients()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's: only what this rank owns. `checkpoint.py` makes it whole."""
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state_dict)
+        self._share()

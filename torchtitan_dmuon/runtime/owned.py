@@ -1,0 +1,488 @@
+"""`own_matrices`: gives the matrices of a model to owners, and `OwnedMatrices`, what the user then holds.
+
+Decides: how a model, a mesh and options become specs, a plan, units and an engine; checks every input before any process
+group is made or any weight changes. Does not decide routes, order or memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import logging
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from ..matrices import WHOLE, MatrixLayout, OwnedSpec, Piece, canonical_name, count_matrices
+from ..ownership import CostModel, MeshSpec, OwnershipPlan, assign
+from ..seeding import stream_seed
+from ..topology import Topology, UnitLayout
+from .clip import clip_joint
+from .engine import PHASES, Engine
+from .hooks import Hooks
+from .leaf import adapt_leaf
+from .optimizer import OptimizerFactory, OwnedOptimizer
+from .parameter import OwnedParameter
+from .transport import Transport, make_transport
+from .unit import Unit
+
+logger = logging.getLogger(__name__)
+
+Select = str | re.Pattern[str] | Callable[[str, nn.Parameter], bool]
+
+
+def own_matrices(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    select: Select | Sequence[OwnedSpec],
+    units: Iterable[nn.Module],
+    mp_policy: MixedPrecisionPolicy | None = None,
+    *,
+    layouts: Mapping[str, MatrixLayout] | None = None,
+    stacks: str | None = None,
+    reshard_after_forward: bool = True,
+    gradient_divide_factor: float | None = None,
+    ownership: str = "global",
+    balance: str = "cost",
+    cost: CostModel | None = None,
+    routing: str = "two_level",
+    holders: str = "shard_group",
+    publish: str = "async",
+    prefetch: int = 1,
+    ranks_per_node: int = 0,
+    device: torch.device | str | None = None,
+    timeout: datetime.timedelta | None = None,
+) -> OwnedMatrices:
+    """Give each selected matrix of ``model`` one owner among the ranks of ``mesh``. A collective over the mesh.
+
+    Args:
+        model: on meta, or with equal weights on all ranks. Selected parameters leave it: their fp32 values live on their
+            owners from here on, and the modules show them in compute dtype inside their unit's forward only.
+        mesh: 1-D [S] or 2-D [R, S] (replicas of shard groups), in rank order; the mesh given to `fully_shard`.
+        select: regular expression over canonical names, predicate (name, parameter), or the specs themselves. 1-D
+            parameters it matches are left to FSDP2 and logged.
+        units: modules whose owned parameters are gathered and reduced together, in forward order: those given to
+            `fully_shard`. Parameters in none of them form a unit of the whole model; parameters that several units share
+            form units of their own.
+        mp_policy: ``param_dtype`` is the dtype of gathered weights (default: the parameters'), ``reduce_dtype`` that of
+            gradient sums (default float32). Inputs are never cast here.
+        layouts: name pattern -> layout of fused weights; others are one matrix each.
+        stacks: name pattern of 3-D parameters [E, M, N] whose slices are matrices; others are refused.
+        gradient_divide_factor: what gradients are divided by; default the mesh size, as FSDP2 does. TorchTitan: 1.
+        ranks_per_node: 0 takes LOCAL_WORLD_SIZE, or the mesh as one node.
+
+    Raises:
+        ValueError: bad options, selection or mesh; nothing has changed then.
+        RuntimeError: ranks derived different plans; the message shows what differs.
+    """
+    policy = mp_policy or MixedPrecisionPolicy()
+    topology = _topology(mesh, ranks_per_node, routing, holders, ownership)
+    _check_options(publish, prefetch)
+    slots = _slots(model)
+    specs = _specs(slots, select, layouts or {}, stacks)
+    chosen = {spec.name: slots[spec.name] for spec in specs}
+    grouped, modules_of = _group_units(model, list(units), chosen)
+    plan = _plan(specs, grouped, topology, balance, cost)
+
+    rank = 0 if dist.get_world_size() == 1 else mesh.mesh.flatten().tolist().index(dist.get_rank())
+    target = torch.device(device) if device is not None else _device_of(mesh)
+    ranks = mesh.mesh.flatten().tolist()
+    transports: dict[str, Transport | None] = dict.fromkeys(PHASES)
+    groups: list[dist.ProcessGroup] = []
+    if topology.world > 1:
+        groups = [dist.new_group(ranks, timeout=timeout, use_local_synchronization=True) for _ in PHASES]
+        _compare_plans(plan, groups[PHASES.index("reduce_between_nodes")], rank)
+        transports = {phase: make_transport(group) for phase, group in zip(PHASES, groups)}
+    return OwnedMatrices(
+        model,
+        plan,
+        topology,
+        rank,
+        target,
+        specs,
+        chosen,
+        grouped,
+        modules_of,
+        transports,
+        groups,
+        policy,
+        reshard_after_forward=reshard_after_forward,
+        publish_async=publish == "async",
+        prefetch=prefetch,
+        gradient_divide_factor=float(topology.world if gradient_divide_factor is None else gradient_divide_factor),
+    )
+
+
+class OwnedMatrices:
+    """The owned parameters of one model on this rank. Made by :func:`own_matrices`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: OwnershipPlan,
+        topology: Topology,
+        rank: int,
+        device: torch.device,
+        specs: list[OwnedSpec],
+        slots: Mapping[str, list[tuple[nn.Module, str]]],
+        grouped: list[tuple[str, list[str]]],
+        modules_of: dict[int, list[nn.Module]],
+        transports: Mapping[str, Transport | None],
+        groups: list[dist.ProcessGroup],
+        policy: MixedPrecisionPolicy,
+        *,
+        reshard_after_forward: bool,
+        publish_async: bool,
+        prefetch: int,
+        gradient_divide_factor: float,
+    ) -> None:
+        self.model, self.plan, self.topology, self.rank, self.groups = model, plan, topology, rank, groups
+        self.roots = root_owners(plan, topology)
+        by_name = {spec.name: spec for spec in specs}
+        initial: dict[str, nn.Parameter] = {}
+        units: list[Unit] = []
+        for index, (unit_name, names) in enumerate(grouped):
+            params = []
+            for name in names:
+                module, attribute = slots[name][0]
+                old = module._parameters[attribute]
+                assert old is not None
+                initial[name] = old
+                dtype = policy.param_dtype or old.dtype
+                params.append(OwnedParameter(by_name[name], slots[name], dtype, old.requires_grad))
+            layout = UnitLayout.build(
+                topology, [(p.key, p.numel, self.roots[p.key]) for param in params for p in param.pieces]
+            )
+            dtypes = {param.placeholder.dtype for param in params}
+            if len(dtypes) > 1:
+                raise ValueError(
+                    f"{unit_name}: owned parameters of one unit have dtypes {sorted(map(str, dtypes))}; "
+                    "give mp_policy a param_dtype, or make them equal"
+                )
+            units.append(
+                Unit(index, unit_name, params, layout, rank, device, dtypes.pop(), policy.reduce_dtype or torch.float32)
+            )
+        self.engine = Engine(
+            topology,
+            rank,
+            units,
+            transports,
+            groups[PHASES.index("reduce_between_nodes")] if groups else None,
+            device,
+            prefetch=prefetch,
+            reshard_after_forward=reshard_after_forward,
+            publish_async=publish_async,
+            gradient_divide_factor=gradient_divide_factor,
+        )
+        self.hooks = Hooks(self.engine, model, modules_of)
+        self.engine.is_busy = self.hooks.is_busy
+        self._params = {param.name: (unit, param) for unit in units for param in unit.params}
+        self._uninitialized = self.engine.uninitialized
+        self._uninitialized.update(name for name, old in initial.items() if old.is_meta)
+        for name, old in initial.items():
+            if not old.is_meta:
+                self._write(name, old.detach())
+        by_module: dict[nn.Module, dict[str, OwnedParameter]] = {}
+        for _, param in self._params.values():
+            for module, attribute in param.slots:
+                by_module.setdefault(module, {})[attribute] = param
+        for module, owned in by_module.items():
+            adapt_leaf(module, owned, self)
+
+    # ---- what a user asks ----
+
+    @property
+    def names(self) -> list[str]:
+        """Canonical names of the owned parameters, unit by unit."""
+        return list(self._params)
+
+    @property
+    def parameters(self) -> set[nn.Parameter]:
+        """What stands in the modules for owned parameters: pass as ``ignored_params`` to every `fully_shard`."""
+        return {p for _, param in self._params.values() for p in (param.placeholder, param.weight)}
+
+    def masters(self) -> dict[str, torch.Tensor]:
+        """Piece key -> fp32 master [M, N], of the pieces this rank holds."""
+        return {key: p.detach() for unit in self.engine.units for key, p in unit.master_of.items()}
+
+    def build_optimizer(
+        self,
+        factory: OptimizerFactory,
+        *,
+        groups: Sequence[tuple[Callable[[str], bool], Mapping[str, Any]]] | None = None,
+        **defaults: Any,
+    ) -> OwnedOptimizer:
+        """``factory(parameter groups, **defaults)`` over this rank's pieces, published after each step.
+
+        ``groups``: (predicate on the canonical name, group options), first match wins; default one group. Groups carry
+        ``param_names`` with piece keys reduced to names where a parameter is one piece.
+        """
+        rules = list(groups) if groups is not None else [(lambda _name: True, {})]
+        made: list[dict[str, Any]] = [{**options, "params": [], "param_names": []} for _, options in rules]
+        unmatched = []
+        for name, (unit, param) in self._params.items():
+            index = next((i for i, (rule, _) in enumerate(rules) if rule(name)), None)
+            if index is None:
+                unmatched.append(name)
+                continue
+            for piece in param.pieces:
+                if piece.key in unit.master_of:
+                    made[index]["params"].append(unit.master_of[piece.key])
+                    made[index]["param_names"].append(name if param.whole else piece.key)
+        if unmatched:
+            raise ValueError(f"{unmatched[0]}: no optimizer group takes it ({len(unmatched)} such parameters)")
+        return OwnedOptimizer(self.engine, factory, made, **defaults)
+
+    def clip_grad_norm_(self, model: nn.Module, max_norm: float) -> torch.Tensor:
+        """Clip owned and FSDP2 gradients by one joint norm and return it (float32, before the clip). A collective."""
+        return clip_joint(self.engine, model.parameters(), max_norm)
+
+    def set_is_last_backward(self, value: bool) -> None:
+        """Before a backward: whether the step follows it. Otherwise its sums stay inside each node until the last."""
+        self.engine.is_last_backward = value
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[None]:
+        """All owned weights in their modules, for reading outside a forward. A collective; no gradients."""
+        self.engine.gather_all()
+        try:
+            yield
+        finally:
+            self.engine.free_all()
+
+    @torch.no_grad()
+    def initialize(self, init: Callable[[str, torch.Tensor], None], seed: int = 0) -> None:
+        """Draw initial weights on their owners: ``init(name, tensor)`` fills a float32 tensor [M, N] in place.
+
+        Each piece has a random stream of its own, derived from (seed, name, slice), so the weights depend neither on the
+        world size nor on the plan. Only one piece at a time is in memory.
+        """
+        for _, param in self._params.values():
+            self.initialize_one(param.name, lambda t, name=param.name: init(name, t), seed)
+
+    @torch.no_grad()
+    def initialize_one(self, name: str, init: Callable[[torch.Tensor], Any], seed: int) -> None:
+        """:meth:`initialize` for one parameter."""
+        unit, param = self._params[name]
+        for piece in param.pieces:
+            if piece.key not in unit.master_of:
+                continue
+            value = torch.empty(piece.shape, dtype=torch.float32, device=unit.device)
+            with torch.random.fork_rng(devices=[unit.device] if unit.device.type == "cuda" else []):
+                torch.manual_seed(stream_seed(seed, name, piece.start if len(param.spec.shape) == 3 else 0))
+                init(value)
+            unit.master_of[piece.key].copy_(value)
+        self._uninitialized.discard(name)
+        self.mark_stale()
+
+    def publish(self) -> None:
+        """Bring every holder's copy up to date with the masters now. A collective."""
+        self.engine.free_all()
+        self.engine.publish_all()
+
+    def close(self) -> None:
+        self.engine.close()
+
+    # ---- MasterStore, for the modules' state dicts ----
+
+    def master_state(self, param: OwnedParameter) -> torch.Tensor | None:
+        unit, _ = self._params[param.name]
+        if not param.whole:
+            raise NotImplementedError(f"{param.name}: the state of a stack with several owners")
+        piece = param.pieces[0]
+        # Under replica ownership the replica that sums the gradient speaks for the others.
+        return unit.master_of[piece.key].detach() if piece.key in unit.rooted else None
+
+    @torch.no_grad()
+    def load_master(self, param: OwnedParameter, value: torch.Tensor) -> None:
+        self._write(param.name, value)
+        self._uninitialized.discard(param.name)
+
+    def mark_stale(self) -> None:
+        self.engine.free_all()
+        self.engine.stale = True
+
+    @torch.no_grad()
+    def _write(self, name: str, value: torch.Tensor) -> None:
+        unit, param = self._params[name]
+        for piece in param.pieces:
+            if piece.key in unit.master_of:
+                rows = value if param.whole else value[piece.start : piece.stop]
+                unit.master_of[piece.key].copy_(rows.reshape(piece.shape))
+
+
+def root_owners(plan: OwnershipPlan, topology: Topology) -> dict[str, int]:
+    """Piece key -> the rank that sums its gradient. The owner; with replica ownership, where every replica has an owner
+    on the same shard index, replicas take turns in the order of names."""
+    if plan.ownership == "global":
+        return {p.key: plan.owner_of(p.key) for p in plan.pieces}
+    turns = dict.fromkeys(range(topology.shard_size), 0)
+    roots = {}
+    for piece in plan.pieces:
+        index = plan.owner_of(piece.key)
+        roots[piece.key] = turns[index] % topology.replicas * topology.shard_size + index
+        turns[index] += 1
+    return roots
+
+
+def _topology(mesh: DeviceMesh, ranks_per_node: int, routing: str, holders: str, ownership: str) -> Topology:
+    if mesh.ndim not in (1, 2):
+        raise ValueError(f"the mesh must be 1-D [shard] or 2-D [replicate, shard], got {mesh.ndim} dimensions")
+    if ownership == "replica" and holders == "node":
+        raise ValueError('ownership = "replica" with holders = "node" is not supported: use holders = "shard_group"')
+    per_node = ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", mesh.size()))
+    return Topology(mesh.size(), mesh.shape[-1], per_node, routing, holders, ownership)
+
+
+def _check_options(publish: str, prefetch: int) -> None:
+    if publish not in ("async", "sync"):
+        raise ValueError(f"publish = {publish!r}: must be one of 'async', 'sync'")
+    if prefetch < 0:
+        raise ValueError(f"prefetch = {prefetch}: must be at least 0")
+
+
+def _device_of(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(mesh.device_type)
+
+
+def _slots(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
+    """Canonical name of each parameter -> every (module, attribute) that holds it; tied weights have several."""
+    names: dict[nn.Parameter, str] = {}
+    slots: dict[str, list[tuple[nn.Module, str]]] = {}
+    for prefix, module in model.named_modules():
+        for attribute, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            name = canonical_name(f"{prefix}.{attribute}" if prefix else attribute)
+            slots.setdefault(names.setdefault(parameter, name), []).append((module, attribute))
+    return slots
+
+
+def _specs(
+    slots: Mapping[str, list[tuple[nn.Module, str]]],
+    select: Select | Sequence[OwnedSpec],
+    layouts: Mapping[str, MatrixLayout],
+    stacks: str | None,
+) -> list[OwnedSpec]:
+    if isinstance(select, Sequence) and not isinstance(select, str):
+        unknown = [s.name for s in select if s.name not in slots]
+        if unknown:
+            raise ValueError(f"{unknown[0]}: the model has no such parameter ({len(unknown)} unknown names)")
+        return list(select)
+    rule = select if callable(select) else lambda name, _p, regex=re.compile(select): bool(regex.search(name))
+    specs, left = [], []
+    used: set[str] = set()
+    for name, places in slots.items():
+        module, attribute = places[0]
+        parameter = module._parameters[attribute]
+        assert parameter is not None
+        if not rule(name, parameter):
+            continue
+        if parameter.ndim < 2:
+            left.append(name)
+            continue
+        if parameter.ndim > 3 or (parameter.ndim == 3 and not (stacks and re.search(stacks, name))):
+            raise ValueError(
+                f"{name} has shape {tuple(parameter.shape)}: it is no matrix. Leave it out of `select`, or name it in "
+                "`stacks` if its slices on dim 0 are matrices"
+            )
+        pattern = next((p for p in layouts if re.search(p, name)), None)
+        if pattern is not None:
+            used.add(pattern)
+        specs.append(OwnedSpec(name, tuple(parameter.shape), layouts[pattern] if pattern else WHOLE))
+    if unused := [p for p in layouts if p not in used]:
+        raise ValueError(f"layouts: pattern {unused[0]!r} matches no selected parameter")
+    if not specs:
+        some = ", ".join(list(slots)[:4])
+        raise ValueError(f"select = {select!r} matches no matrix; parameter names look like: {some}")
+    if left:
+        logger.info("%d parameters with fewer than 2 dimensions are left to FSDP2: %s ...", len(left), left[0])
+    return specs
+
+
+def _group_units(
+    model: nn.Module, units: list[nn.Module], chosen: Mapping[str, list[tuple[nn.Module, str]]]
+) -> tuple[list[tuple[str, list[str]]], dict[int, list[nn.Module]]]:
+    """(unit name, parameter names) in forward order, and the modules each unit hooks."""
+    names = {module: canonical_name(name) for name, module in model.named_modules()}
+    strangers = [u for u in units if u not in names]
+    if strangers:
+        raise ValueError(f"units: {type(strangers[0]).__qualname__} is not a submodule of the model")
+    inside: dict[nn.Module, list[nn.Module]] = {}
+    for unit in units:
+        for module in unit.modules():
+            inside.setdefault(module, []).append(unit)
+    members: dict[nn.Module, list[str]] = {unit: [] for unit in units}
+    root: list[str] = []
+    shared: dict[tuple[nn.Module, ...], list[str]] = {}
+    for name, places in chosen.items():
+        # The innermost unit around each place; the last registered of nested ones is not assumed to be it.
+        around = [min(inside.get(m, []), key=lambda u: sum(1 for _ in u.modules()), default=None) for m, _ in places]
+        distinct = list(dict.fromkeys(around))
+        if len(distinct) > 1:
+            shared.setdefault(tuple(dict.fromkeys(m for m, _ in places)), []).append(name)
+        elif distinct[0] is None:
+            root.append(name)
+        else:
+            members[distinct[0]].append(name)
+    grouped: list[tuple[str, list[str]]] = []
+    modules_of: dict[int, list[nn.Module]] = {}
+
+    def add(name: str, params: list[str], modules: list[nn.Module]) -> None:
+        if params:
+            modules_of[len(grouped)] = modules
+            grouped.append((name, params))
+
+    add("(root)", root, [model])
+    for modules, params in shared.items():
+        add(f"(shared) {params[0]}", params, list(modules))
+    for unit, params in members.items():
+        add(names[unit], params, [unit])
+    return grouped, modules_of
+
+
+def _plan(
+    specs: list[OwnedSpec],
+    grouped: list[tuple[str, list[str]]],
+    topology: Topology,
+    balance: str,
+    cost: CostModel | None,
+) -> OwnershipPlan:
+    pieces: dict[str, tuple[Piece, ...]] = {spec.name: spec.pieces() for spec in specs}
+    unit_of = {p.key: i for i, (_, names) in enumerate(grouped) for n in names for p in pieces[n]}
+    mesh = MeshSpec(topology.world, topology.shard_size, topology.ranks_per_node)
+    every = [p for ps in pieces.values() for p in ps]
+    plan = assign(every, mesh, balance=balance, ownership=topology.ownership, cost=cost, unit_of=unit_of)
+    logger.info(
+        "%d matrices in %d pieces on %d owners, largest load %.3f times the mean",
+        count_matrices(every),
+        len(every),
+        plan.n_owners,
+        plan.imbalance,
+    )
+    return plan
+
+
+def _compare_plans(plan: OwnershipPlan, group: dist.ProcessGroup, rank: int) -> None:
+    """Raise on every rank, showing what differs, unless all ranks derived the same plan (invariant 6)."""
+    digests: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(digests, plan.digest, group=group)
+    other = next((r for r, d in enumerate(digests) if d != digests[0]), None)
+    if other is None:
+        return
+    plans: list[Any] = [plan.to_json() if rank in (0, other) else None]
+    everyone: list[Any] = [None] * len(digests)
+    dist.all_gather_object(everyone, plans[0], group=group)
+    lines = OwnershipPlan.from_json(everyone[0]).difference(OwnershipPlan.from_json(everyone[other]))
+    raise RuntimeError(
+        f"ranks 0 and {other} of the data-parallel group derived different ownership plans:\n  " + "\n  ".join(lines)
+    )
