@@ -34,3 +34,10 @@ def muon_step(w, grad, buffer, *, lr, table, weight_decay=0.1, momentum=0.95, ne
     update = newton_schulz(mixed, table)
     decayed = (update * w >= 0).double() if cautious else torch.ones_like(w)
     return w - lr * weight_decay * decayed * w - lr * factor * update, buffer
+
+
+def normalized_rows(update: torch.Tensor, moment: torch.Tensor, beta: float):
+    """NorMuon's second half, row by row, for one [M, N]; returns the update and the new moment, a list of M numbers."""
+    moment = [beta * old + (1 - beta) * float((row**2).mean()) for old, row in zip(moment, update)]
+    rows = torch.stack([row / (value**0.5 + 1e-8) for row, value in zip(update, moment)])
+    return rows * min(update.shape) ** 0.5 / rows.norm(), moment

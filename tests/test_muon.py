@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import copy
 import math
+import weakref
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+from torch.utils.weak import WeakIdKeyDictionary
 
-from tests.reference import muon_step
+from tests.reference import muon_step, newton_schulz, normalized_rows
 from torchtitan_dmuon.matrices import MatrixLayout
 from torchtitan_dmuon.muon import (
     Muon,
@@ -112,6 +116,44 @@ def test_each_rule_against_the_reference(form, nesterov, cautious, rule):
         assert relative(optimizer.state[p]["momentum_buffer"], buffer) < 1e-13
 
 
+@pytest.mark.parametrize("layout", [MatrixLayout(), MatrixLayout(groups=2, rows=(4, 2))])
+def test_normuon_against_the_reference(layout):
+    p = param(12, 8, dtype=torch.float64, layout=layout)
+    w, moments = p.detach().clone(), [[0.0] * m for m, _ in layout.shapes((12, 8))]
+    optimizer = Muon([p], lr=0.02, momentum=0.0, row_beta=0.9, adjust_lr_fn="match_rms_adamw", **EXACT)
+    for step in range(4):
+        p.grad = randn(12, 8, seed=step, dtype=torch.float64)
+        updates = []
+        for i, block in enumerate(layout.split(p.grad)):
+            update, moments[i] = normalized_rows(newton_schulz(block, KELLER5), moments[i], 0.9)
+            m, n = block.shape
+            updates.append(0.2 * math.sqrt(max(m, n)) * update)
+            # The paper's step: 0.2 lr sqrt(m n), whatever the rule that led to it.
+            assert float(updates[-1].norm()) == pytest.approx(0.2 * math.sqrt(m * n), rel=1e-12)
+        w = w - 0.02 * 0.1 * w - 0.02 * layout.join(updates)
+        optimizer.step()
+        assert relative(p, w) < 1e-11
+    assert optimizer.state[p]["row_second_moment"].shape == (12, 1)
+    p.grad = torch.zeros_like(p)
+    optimizer.step()
+    assert torch.isfinite(p).all()
+
+
+def test_normuon_state_moves_in_and_out():
+    p, q = param(4, 6), param(4, 6)
+    nor, plain = Muon([p], row_beta=0.95), Muon([q])
+    train(nor, [p], 2)
+    train(plain, [q], 2)
+    saved = copy.deepcopy(nor.state_dict())
+    nor.load_state_dict(copy.deepcopy(plain.state_dict()))
+    assert nor.param_groups[0]["row_beta"] is None
+    train(nor, [p], 1)
+    assert "row_second_moment" not in nor.state[p]
+    plain.load_state_dict(saved)
+    train(plain, [q], 1)
+    assert plain.state[q]["row_second_moment"].shape == (4, 1)
+
+
 def test_lr_factor_of_the_field_case():
     """CASES 8: the factor of [4096, 1024], whatever the shards."""
     factors = [lr_factor(rule, 4096, 1024) for rule in ("original", "match_rms_adamw", "spectral_unclamped", None)]
@@ -209,6 +251,47 @@ def test_batches_join_groups_of_other_rates():
             optimizer.step()
     assert torch.allclose(p, p1, atol=1e-7) and torch.allclose(q, q1, atol=1e-7)
     assert both.stats.ns_calls == 2 and len(both.param_groups) == 3
+
+
+class PeakBytes(TorchDispatchMode):
+    """Most bytes of storage made inside the context that were alive at one time."""
+
+    def __init__(self):
+        super().__init__()
+        self.alive, self.now, self.peak = WeakIdKeyDictionary(), 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        inside = {id(t.untyped_storage()) for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)}
+        for t in tree_flatten(out)[0]:
+            if isinstance(t, torch.Tensor) and id(storage := t.untyped_storage()) not in inside:
+                if storage not in self.alive:
+                    self.alive[storage] = True
+                    self.now += storage.nbytes()
+                    weakref.finalize(storage, self._gone, storage.nbytes())
+                self.peak = max(self.peak, self.now)
+        return out
+
+    def _gone(self, nbytes: int) -> None:
+        self.now -= nbytes
+
+
+@pytest.mark.parametrize("ns_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("ns_form", ["standard", "gram"])
+@pytest.mark.parametrize("layout", [MatrixLayout(), MatrixLayout(groups=4, rows=(4, 2, 2))])
+def test_temporaries_of_a_step_are_bounded(ns_dtype, ns_form, layout):
+    """CASES 26."""
+    params = [param(32, 64, seed=i, layout=layout) for i in range(10)]
+    peaks = []
+    for batch_bytes in (1 << 30, 100_000, 50_000):
+        optimizer = Muon(params, batch_bytes=batch_bytes, ns_dtype=ns_dtype, ns_form=ns_form, momentum_dtype="bfloat16")
+        train(optimizer, params, 1)  # makes the momentum
+        with PeakBytes() as peak:
+            optimizer.step()
+        peaks.append(peak.peak)
+        assert peak.peak <= batch_bytes
+    # The bound binds: joined, the matrices would need more, and it is used, not dodged.
+    assert peaks[0] > 100_000 and peaks[1] > 40_000 and peaks[2] > 20_000, peaks
 
 
 def test_stats_are_of_the_last_step():
@@ -347,6 +430,8 @@ def test_a_users_factor_is_saved_by_name_only():
         ({"ns_form": "fast"}, "auto, standard, gram"),
         ({"ns_dtype": "half"}, "auto, float32"),
         ({"ns_dtype": "float16"}, "float16 is 10 to 400 times slower on CPU"),
+        ({"row_beta": 1.0}, "row_beta must be"),
+        ({"cautious_weight_decay": "yes"}, "cautious_weight_decay must be"),
         ({"batch_bytes": -1}, "batch_bytes"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -69,6 +70,30 @@ def test_batch_is_loop(dtype, bound, form):
         loop = torch.stack([orthogonalize(x, settings) for x in stack])
         assert relative(orthogonalize(stack, settings), loop) < bound
         assert torch.equal(orthogonalize(stack[:1], settings), loop[:1])
+
+
+@pytest.mark.parametrize("condition", [1, 1e1, 1e2, 1e3, 1e4, 1e6])
+@pytest.mark.parametrize("table", list(COEFFICIENTS))
+@pytest.mark.parametrize("shape", [(48, 48), (32, 128)])
+def test_gram_is_standard_over_condition_numbers(condition, table, shape):
+    """In fp64 the same; in bf16 the Gram form costs accuracy, a few times standard's own error, and never blows up."""
+    x = conditioned(*shape, condition)
+    gram, standard = (NewtonSchulz(form=form, coefficients=table, dtype="float64") for form in ("gram", "standard"))
+    exact = orthogonalize(x, standard)
+    assert relative(orthogonalize(x, gram), exact) < 1e-12
+    gram, standard = replace(gram, dtype="bfloat16"), replace(standard, dtype="bfloat16")
+    exact = newton_schulz(x.bfloat16(), standard.table)
+    error = relative(orthogonalize(x, standard), exact)
+    assert relative(orthogonalize(x, gram), exact) < 2e-2 + 4 * error
+    # A second restart buys standard's accuracy back.
+    assert relative(orthogonalize(x, replace(gram, restarts=(2, 4))), exact) < 2e-2 + 1.2 * error
+
+
+def test_without_a_restart_gram_fails_in_bf16():
+    """Why the default has one: the small matrices lose the small singular values, which then grow without bound."""
+    x = conditioned(32, 128, 1e4)
+    exact = newton_schulz(x.bfloat16(), NewtonSchulz().table)
+    assert relative(orthogonalize(x, NewtonSchulz(form="gram", dtype="bfloat16", restarts=())), exact) > 5
 
 
 def test_zero_matrix_is_zero_and_alone():

@@ -79,12 +79,15 @@ class Muon(torch.optim.Optimizer):
     ``nesterov``, ``momentum_form`` ("ema": torch's; "heavy_ball": Moonlight's, whose buffer is 1 / (1 - momentum)
     larger), ``momentum_dtype`` ("float32" or "bfloat16"), ``adjust_lr_fn`` (a name of :data:`LR_FACTORS`, None for
     "original", or a function (rows, columns) -> factor), and ``ns_steps``, ``ns_coefficients``, ``ns_form``,
-    ``ns_dtype``, ``eps`` as in :class:`NewtonSchulz`. ``batch_bytes``, for all groups: matrices of equal shape and
-    equal Newton-Schulz settings run as one batch whose temporaries fit in it, and at least one matrix runs at a time;
-    0 runs each alone, which makes the result independent of which other matrices are here.
+    ``ns_dtype``, ``eps`` as in :class:`NewtonSchulz`. ``row_beta``: NorMuon (arXiv 2510.05491) with this decay of the
+    rows' second moment (the paper's is 0.95); None is plain Muon.
 
-    State per parameter: ``momentum_buffer``, of the parameter's shape. ``stats`` counts the last step. Raises
-    ValueError at construction, naming what is allowed.
+    For all groups, ``batch_bytes``: matrices of equal shape and equal Newton-Schulz settings run as one batch whose
+    temporaries fit in it, and at least one matrix runs at a time; 0 runs each alone, which makes the result
+    independent of which other matrices are here.
+
+    State per parameter [M, N]: ``momentum_buffer`` [M, N]; with NorMuon also ``row_second_moment`` [M, 1]. ``stats``
+    counts the last step. Raises ValueError at construction, naming what is allowed.
     """
 
     def __init__(
@@ -104,6 +107,7 @@ class Muon(torch.optim.Optimizer):
         momentum_form: str = "ema",
         momentum_dtype: str = "float32",
         cautious_weight_decay: bool = False,
+        row_beta: float | None = None,
         batch_bytes: int = DEFAULT_BATCH_BYTES,
     ) -> None:
         if isinstance(batch_bytes, bool) or not isinstance(batch_bytes, int) or batch_bytes < 0:
@@ -124,6 +128,7 @@ class Muon(torch.optim.Optimizer):
             "momentum_form": momentum_form,
             "momentum_dtype": momentum_dtype,
             "cautious_weight_decay": cautious_weight_decay,
+            "row_beta": row_beta,
         }
         super().__init__(params, defaults)
 
@@ -156,10 +161,11 @@ class Muon(torch.optim.Optimizer):
                 buffer = self._momentum(param, group)
                 _mix_into_(buffer, param.grad, group)
                 layout = layout_of(param)
-                for block in zip(*(_views(t, layout) for t in (param, param.grad, buffer))):
-                    shape_MN = (block[0].numel() // param.shape[1], param.shape[1])
+                tensors = (param, param.grad, buffer, self._row_moment(param, group))
+                views = (_views(t, layout) for t in tensors if t is not None)
+                for shape_MN, parts in zip(layout.shapes(param.shape), zip(*views)):
                     key = _BatchKey(shape_MN, settings, param.device, param.grad.dtype)
-                    blocks.append((key, _Block(*block, group, lr)))
+                    blocks.append((key, _Block(group, lr, *parts)))
         for key, block, update_MN in _orthogonalized(blocks, _Block.update_input, self.batch_bytes):
             block.apply(update_MN)
             self.stats.ns_calls += 1
@@ -171,6 +177,14 @@ class Muon(torch.optim.Optimizer):
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(param, dtype=_momentum_dtype(param, group))
         return state["momentum_buffer"]
+
+    def _row_moment(self, param: torch.Tensor, group: dict[str, Any]) -> torch.Tensor | None:
+        state = self.state[param]
+        if group["row_beta"] is None:
+            state.pop("row_second_moment", None)  # loaded from a NorMuon run; stale from here on
+        elif "row_second_moment" not in state:
+            state["row_second_moment"] = param.new_zeros(param.shape[0], 1)
+        return state.get("row_second_moment")
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
@@ -240,8 +254,7 @@ def orthogonalized_updates(
     outputs = [torch.empty_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in inputs]
     blocks = []
     for x, out, layout in zip(inputs, outputs, layouts, strict=True):
-        for x_block, out_block in zip(_views(x, layout), _views(out, layout)):
-            shape_MN = (x_block.numel() // x.shape[1], x.shape[1])
+        for shape_MN, x_block, out_block in zip(layout.shapes(x.shape), _views(x, layout), _views(out, layout)):
             blocks.append((_BatchKey(shape_MN, settings, x.device, x.dtype), (x_block, out_block)))
     for key, (_, out_block), update_MN in _orthogonalized(blocks, lambda pair: pair[0], batch_bytes):
         factor = lr_factor(adjust_lr_fn, *key.shape_MN)
@@ -278,11 +291,12 @@ class _BatchKey:
 class _Block:
     """Views of one matrix in a parameter, gradient and momentum: [M, N], or [groups, rows, N] of a fused one."""
 
+    group: dict[str, Any]
+    lr: float
     param: torch.Tensor
     grad: torch.Tensor
     buffer: torch.Tensor
-    group: dict[str, Any]
-    lr: float
+    row_moment: torch.Tensor | None = None  # [M, 1], or [groups, rows, 1]
 
     def update_input(self) -> torch.Tensor:
         return _mixed(self.buffer, self.grad, self.group)
@@ -291,6 +305,8 @@ class _Block:
         decay = self.lr * self.group["weight_decay"]
         factor = lr_factor(self.group["adjust_lr_fn"], *update_MN.shape)
         update = update_MN.reshape(self.param.shape)
+        if self.row_moment is not None:
+            update = _normalize_rows(update, self.row_moment, self.group["row_beta"], min(update_MN.shape))
         if self.group["cautious_weight_decay"]:
             aligned = (update * self.param).ge_(0)
             self.param.addcmul_(self.param, aligned.to(self.param.dtype), value=-decay)
@@ -354,6 +370,18 @@ def _mixed(buffer: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> t
     return grad.add(buffer, alpha=group["momentum"])
 
 
+def _normalize_rows(update: torch.Tensor, moment: torch.Tensor, beta: float, rank: int) -> torch.Tensor:
+    """NorMuon: each row divided by the root of its running mean square, the whole then brought to norm sqrt(rank).
+
+    That is the norm of an orthogonal matrix, so the learning-rate factors keep their meaning; with "match_rms_adamw"
+    the step is the paper's 0.2 lr sqrt(m n) O / |O|. ``moment`` advances in place.
+    """
+    update = update.to(moment.dtype)
+    moment.lerp_(update.square().mean(dim=-1, keepdim=True), 1 - beta)
+    update = update / (moment.sqrt() + 1e-8)
+    return update.mul_(math.sqrt(rank) / update.norm().clamp(min=1e-30))
+
+
 def _momentum_dtype(param: torch.Tensor, group: dict[str, Any]) -> torch.dtype:
     return param.dtype if group["momentum_dtype"] == "float32" else torch.bfloat16
 
@@ -368,6 +396,9 @@ def _check_group(group: dict[str, Any]) -> None:
             value = value.item()
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < limit:
             raise ValueError(f"{key} must be a number in [0, {limit}), got {group[key]!r}")
+    beta = group["row_beta"]
+    if beta is not None and (isinstance(beta, bool) or not isinstance(beta, (int, float)) or not 0 <= beta < 1):
+        raise ValueError(f"row_beta must be None or a number in [0, 1), got {beta!r}")
     for key in ("nesterov", "cautious_weight_decay"):
         if not isinstance(group[key], bool):
             raise ValueError(f"{key} must be true or false, got {group[key]!r}")

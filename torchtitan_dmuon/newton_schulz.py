@@ -248,7 +248,7 @@ def _checked_table(given: Sequence) -> Coefficients:
         raise ValueError(
             f"Newton-Schulz coefficients must be one of {', '.join(COEFFICIENTS)} or a list of [a, b, c], got {given!r}"
         )
-    table = tuple(tuple(float(v) for v in row) for row in rows)
+    table: Coefficients = tuple((float(a), float(b), float(c)) for a, b, c in rows)
     low, high = _range_after(table, MAX_STEPS)
     if low < 0.5 or high > 1.5:
         raise ValueError(
