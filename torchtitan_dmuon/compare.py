@@ -217,7 +217,7 @@ def print_table(runs: Sequence[Run], reasons: Sequence[str], skip: int) -> None:
     for part, heading in (("update", "update\ns"), *((f"wait: {p}", f"{p}\nwait s") for p in EXPOSED)):
         if any(part in r.parts for r in runs):
             columns.append((heading, [f"{r.parts[part]:.3f}" if part in r.parts else "-" for r in runs]))
-    shown = [("ns_share", "NS\nshare", 1, ".1%"), ("owner_imbalance", "owner\nimbal.", 1, ".2f")]
+    shown = [("ns_share", "NS\nshare", 1.0, ".1%"), ("owner_imbalance", "owner\nimbal.", 1.0, ".2f")]
     shown += [
         (f"{k}_bytes_per_step", f"{h}\nMB/step", 1e-6, ",.1f")
         for k, h in (("intra_node", "intra"), ("internode", "inter"))

@@ -1,0 +1,281 @@
+"""Scripts and configurations: what each launcher starts, and that the twins of a model differ in their optimizer."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tomli
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIGS = ROOT / "train_configs"
+MODELS = ("debug", "llama3_8b", "llama3_70b", "qwen3_32b")
+VARIANTS = ("adamw", "gather_muon", "dmuon")
+SCRIPTS = [*sorted(ROOT.glob("scripts/**/*.sh")), ROOT / "scripts/slurm/train.sbatch", ROOT / ".ci/run"]
+
+# Writes "name", then one argument per line, then what it was told to print; a launcher's whole effect.
+STUB = """#!/usr/bin/env bash
+{{
+    printf '%s\\n' "{name}" "$@" "cwd=$PWD"
+    env | grep -E '^(OMP_NUM_THREADS|PYTORCH_ALLOC_CONF)='
+    echo --
+}} >>"$RECORD"
+{body}
+"""
+
+
+@pytest.fixture
+def stubs(tmp_path):
+    """`add(name, body)` puts a recording command on PATH; `calls()` returns what was recorded, in order."""
+    folder, record = tmp_path / "bin", tmp_path / "record"
+    folder.mkdir(exist_ok=True)
+
+    def add(name: str, body: str = "") -> str:
+        path = folder / name
+        path.write_text(STUB.format(name=name, body=body))
+        path.chmod(0o755)
+        return str(path)
+
+    def calls() -> list[list[str]]:
+        text = record.read_text() if record.exists() else ""
+        return [call.splitlines() for call in text.split("--\n") if call.strip()]
+
+    def run(command, **env):
+        kept = {k: v for k, v in os.environ.items() if k in ("HOME", "TMPDIR", "LANG")}
+        path = f"{folder}:/usr/local/bin:/usr/bin:/bin"
+        return subprocess.run(
+            command,
+            env=kept | {"PATH": path, "RECORD": str(record), "VENV": str(tmp_path / "no-venv")} | env,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+    return add, calls, run
+
+
+def flag(call: list[str], name: str) -> str:
+    return call[call.index(name) + 1]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: p.name)
+def test_scripts_parse_and_name_no_machine(script):
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    assert os.access(script, os.X_OK) or script.name == "venv.sh"  # sourced, not run
+    assert not re.search(r"https?://|index-url", script.read_text())
+
+
+def test_run_train_has_torchtitans_habits(stubs):
+    add, calls, run = stubs
+    add("torchrun")
+    done = run(
+        [str(ROOT / "scripts/run_train.sh"), "--training.steps", "10", "--dump_folder", "a b"],
+        NGPU="3",
+        CONFIG_FILE="some.toml",
+        LOG_RANK="0,2",
+    )
+    assert done.returncode == 0, done.stderr
+    (call,) = calls()
+    assert (flag(call, "--nproc-per-node"), flag(call, "--local-ranks-filter")) == ("3", "0,2")
+    assert flag(call, "--rdzv-endpoint") == "localhost:0"  # any free port
+    module = call.index("-m")
+    trainer = ["torchtitan_dmuon.train", "--config", "some.toml", "--training.steps", "10", "--dump_folder", "a b"]
+    assert call[module + 1 : module + 1 + len(trainer)] == trainer
+    assert "OMP_NUM_THREADS=1" in call
+
+
+def test_run_train_defaults_registry_and_exit_code(stubs):
+    add, calls, run = stubs
+    add("torchrun", body="exit 7")
+    script = str(ROOT / "scripts/run_train.sh")
+    assert run([script]).returncode == 7
+    assert run([script], MODULE="llama3", CONFIG="llama3_debugmodel", OMP_NUM_THREADS="4").returncode == 7
+    default, registry = calls()
+    assert flag(default, "--nproc-per-node") == "8" and Path(flag(default, "--config")).exists()
+    assert registry[registry.index("--module") :][:4] == ["--module", "llama3", "--config", "llama3_debugmodel"]
+    assert "OMP_NUM_THREADS=4" in registry
+    assert run([script], MODULE="llama3").returncode != 0 and len(calls()) == 2  # CONFIG is missing
+
+
+SRUN = """
+while [ $# -gt 0 ]; do case $1 in -w) shift 2 ;; -*) shift ;; *) break ;; esac; done
+[ "$1" = hostname ] && echo "${ADDRESSES:-127.0.1.1 10.1.2.3 fe80::1}" || exit "${STEP_RC:-0}"
+"""
+
+
+def submit(stubs, *args, **env):
+    add, calls, run = stubs
+    torchrun = add("torchrun")
+    add("srun", SRUN)
+    add("scontrol", "printf 'node07\\nnode08\\n'")
+    shutil.copytree(CONFIGS, Path(torchrun).parent.parent / "train_configs", dirs_exist_ok=True)
+    allocation = dict(SLURM_JOB_ID="4711", SLURM_JOB_NODELIST="node[07-08]", SLURM_JOB_NUM_NODES="2")
+    return run(["bash", str(ROOT / "scripts/slurm/train.sbatch"), *args], **allocation | env), calls()
+
+
+def test_slurm_meets_at_the_head_node(stubs, tmp_path):
+    done, calls = submit(stubs, "--training.steps", "5", SLURM_GPUS_ON_NODE="4", SLURM_SUBMIT_DIR=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    _, address, job = calls
+    assert flag(address, "-w") == "node07" and "hostname" in address
+    assert "--cpu-bind=none" in job and "--kill-on-bad-exit=1" in job
+    assert any(a.startswith("--output=outputs/slurm-4711/%N") for a in job)
+    assert (tmp_path / "outputs/slurm-4711").is_dir()
+    assert (flag(job, "--nnodes"), flag(job, "--nproc-per-node"), flag(job, "--rdzv-id")) == ("2", "4", "4711")
+    assert flag(job, "--rdzv-endpoint") == f"10.1.2.3:{29500 + 711}"  # not the loopback name, not IPv6
+    assert job[job.index("-m") + 1 :][:5] == [
+        "torchtitan_dmuon.train",
+        "--config",
+        "train_configs/llama3_8b_dmuon.toml",
+        "--training.steps",
+        "5",
+    ]
+
+
+def test_slurm_fails_early_in_words_and_passes_failures_on(stubs):
+    done, calls = submit(stubs, CONFIG_FILE="nothing.toml")
+    assert done.returncode == 2 and "nothing.toml" in done.stderr and not calls
+    done, calls = submit(stubs, ADDRESSES="fe80::1")
+    assert done.returncode == 2 and "no IPv4 address" in done.stderr and len(calls) == 2
+    done, _ = submit(stubs, ADDRESSES="127.0.1.1", STEP_RC="3")  # one machine alone: loopback will do
+    assert done.returncode == 3 and "127.0.1.1" in done.stdout
+
+
+@pytest.fixture
+def fake_clone(tmp_path):
+    """A clone whose .venv is already installed: its python records what it is asked to run."""
+    clone = tmp_path / "clone"
+    for part in ("scripts", ".ci", "train_configs"):
+        shutil.copytree(ROOT / part, clone / part)
+    shutil.copy(ROOT / "pyproject.toml", clone)
+    interpreter = tmp_path / "bin" / "made-python"
+    interpreter.parent.mkdir(exist_ok=True)
+    # `python -c version check` and `python -m venv DIR` behave; everything else is recorded.
+    interpreter.write_text(
+        STUB.format(
+            name="python",
+            body=f"""
+case "$1 $2" in
+  "-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && cp "$0" "$3/bin/torchrun" ;;
+  "-c "*) exec {sys.executable} "$@" ;;
+  "-m pip") exit "${{PIP_RC:-0}}" ;;
+  "- ") cat >/dev/null; echo "4 2 2 float32" ;;
+  "--version "*) echo "Python 3.99" ;;
+esac
+case "$0" in */torchrun) echo "[rank0]:[titan] - root - INFO - step:  1  loss: 7.5"; exit "${{TRAIN_RC:-0}}" ;; esac
+""",
+        )
+    )
+    interpreter.chmod(0o755)
+    return clone, str(interpreter)
+
+
+def test_test_script_installs_once_and_passes_arguments_on(fake_clone, stubs):
+    clone, interpreter = fake_clone
+    _, calls, run = stubs
+    env = dict(PYTHON=interpreter, VENV=str(clone / ".venv"))
+    for _ in range(2):
+        done = run(["bash", str(clone / "scripts/test.sh"), "tests/x.py", "-k", "a b"], **env)
+        assert done.returncode == 0, done.stderr
+    made = [call[1:] for call in calls()]
+    assert sum(call[:2] == ["-m", "pip"] for call in made) == 1  # the second run reuses it
+    assert sum(call[:2] == ["-m", "venv"] for call in made) == 1
+    tests = [call for call in made if call[:2] == ["-m", "pytest"]]
+    assert len(tests) == 2 and tests[0][2:5] == ["tests/x.py", "-k", "a b"]
+    assert f"cwd={clone}" in tests[0] and "OMP_NUM_THREADS=1" in tests[0]
+    # A changed pyproject.toml is installed again; .ci/run is the same script.
+    (clone / "pyproject.toml").write_text((clone / "pyproject.toml").read_text() + "\n")
+    assert run(["bash", str(clone / ".ci/run")], **env).returncode == 0
+    assert sum(call[1:3] == ["-m", "pip"] for call in calls()) == 2
+
+
+def test_a_failed_installation_is_tried_again(fake_clone, stubs):
+    clone, interpreter = fake_clone
+    _, calls, run = stubs
+    env = dict(PYTHON=interpreter, VENV=str(clone / ".venv"))
+    assert run(["bash", str(clone / "scripts/test.sh")], **env, PIP_RC="1").returncode == 1
+    assert run(["bash", str(clone / "scripts/test.sh")], **env).returncode == 0
+    assert sum(call[1:3] == ["-m", "pip"] for call in calls()) == 2
+    assert not any("pytest" in call for call in calls()[:2])
+
+
+def test_an_old_python_is_refused(fake_clone, stubs):
+    clone, _ = fake_clone
+    add, _, run = stubs
+    old = add("old-python", "exit 1")
+    done = run(["bash", str(clone / "scripts/test.sh")], PYTHON=old, VENV=str(clone / ".venv"))
+    assert done.returncode == 2 and "older than Python 3.11" in done.stderr
+
+
+def test_quickstart_trains_three_alike_and_compares(fake_clone, stubs, tmp_path):
+    clone, interpreter = fake_clone
+    _, calls, run = stubs
+    env = dict(PYTHON=interpreter, VENV=str(clone / ".venv"))
+    out = tmp_path / "my out"
+    (out / "dmuon" / "checkpoint").mkdir(parents=True)
+    command = ["bash", str(clone / "scripts/quickstart.sh"), "--steps", "12", "--out", "my out"]
+    done = run(command, **env)
+    assert done.returncode == 0, done.stderr
+    assert not (out / "dmuon" / "checkpoint").exists()  # it would be resumed instead of trained
+    runs = [call for call in calls() if "torchtitan_dmuon.train" in call]
+    assert [Path(flag(r, "--dump_folder")).name for r in runs] == list(VARIANTS)
+    assert {str(Path(flag(r, "--dump_folder")).parent) for r in runs} == {str(out)}
+    assert [Path(flag(r, "--config")).name for r in runs] == [f"debug_{v}.toml" for v in VARIANTS]
+    alike = [[a for a in r if a not in (flag(r, "--dump_folder"), flag(r, "--config"))] for r in runs]
+    assert alike[0] == alike[1] == alike[2]  # the same mesh, steps and precision
+    assert flag(runs[0], "--parallelism.data_parallel_shard_degree") == "2" and "--checkpoint.enable" in runs[0]
+    (compare,) = [call for call in calls() if "compare" in call]
+    assert compare[4:7] == [str(out / v) for v in VARIANTS] and flag(compare, "--skip") == "5"
+    assert done.stdout.count("loss: 7.5") == 3 and (out / "adamw/train.log").read_text()
+
+    done = run(command, **env, TRAIN_RC="9")
+    assert done.returncode == 1 and "adamw failed" in done.stderr and "loss: 7.5" in done.stderr
+    for wrong in (["--steps", "0"], ["--steps", "x"], ["--stepz"]):
+        assert run([*command[:2], *wrong], **env).returncode == 2
+
+
+def read(model: str, variant: str) -> dict:
+    return tomli.loads((CONFIGS / f"{model}_{variant}.toml").read_text())
+
+
+def test_every_model_has_its_twins_and_nothing_else():
+    assert {p.name for p in CONFIGS.glob("*.toml")} == {f"{m}_{v}.toml" for m in MODELS for v in VARIANTS}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_twins_differ_in_the_optimizer_tables_alone(model):
+    adamw, gather, dmuon = (read(model, v) for v in VARIANTS)
+    groups = [twin["optimizer"].pop("param_groups") for twin in (adamw, gather, dmuon)]
+    assert adamw == gather == dmuon
+    assert [g["optimizer_name"] for g in groups[0]] == ["AdamW"]
+    assert groups[1][1:] == groups[2][1:] == groups[0]  # the rest is AdamW's alike
+    gather_first, dmuon_first = groups[1][0], groups[2][0]
+    assert (gather_first.pop("optimizer_name"), dmuon_first.pop("optimizer_name")) == ("GatherMuon", "DMuon")
+    assert gather_first == dmuon_first
+    # The comparison is of optimizers at one learning rate: match_rms_adamw scales Muon's step to AdamW's.
+    assert gather_first["optimizer_kwargs"]["lr"] == groups[0][0]["optimizer_kwargs"]["lr"]
+
+
+@pytest.mark.parametrize("model, world", [("debug", 4), ("llama3_8b", 256), ("llama3_70b", 512), ("qwen3_32b", 256)])
+def test_configurations_load_and_claim_every_matrix_of_the_blocks(model, world, monkeypatch):
+    """Against the installed TorchTitan: names, types, and the model built on the meta device."""
+    pytest.importorskip("torchtitan")
+    from torchtitan_dmuon.titan import checks, platform, toml_config
+
+    platform.prepare()
+    monkeypatch.setenv("RANK", "0")
+    for variant in VARIANTS:
+        config = toml_config.load(str(CONFIGS / f"{model}_{variant}.toml")).config
+        mesh = config.parallelism
+        assert mesh.data_parallel_replicate_degree * mesh.data_parallel_shard_degree == world
+        assignment = checks.check_run(config, world)
+    shapes = checks.parameter_shapes(config)
+    wanted = {n for n, s in shapes.items() if n.startswith("layers.") and len(s) >= 2}
+    assert wanted and set(assignment.groups[0]) == wanted
+    assert {name for name, _ in assignment.fell_through} == {n for n in shapes if re.search(r"attention\.[qk]_norm", n)}
