@@ -5,7 +5,8 @@ not decide what is owned (`matrices.py`) nor how bytes travel (`topology.py`), a
 Keeps invariant 6: the plan is a pure function of its inputs (the order they come in does not matter, equal cases are
 decided by name), and its digest covers every one of them.
 
-Costs are integers, so that sums do not depend on their order: FLOP equivalents, or picoseconds where costs were measured.
+Costs are integers, so that sums do not depend on their order: FLOP equivalents, or picoseconds where they
+were measured.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from .matrices import MatrixLayout, Piece, count_matrices
+from .packing import pack, packing_bound
 
 BALANCES = ("cost", "numel", "round_robin")
 OWNERSHIPS = ("global", "replica")
@@ -27,8 +30,8 @@ OWNERSHIPS = ("global", "replica")
 # Bytes the owner alone holds per element: fp32 master, momentum and reduced gradient.
 OWNER_BYTES_PER_ELEMENT = 12
 # Memory traffic of the update around NS, per element: gradient read (4), momentum and master read and written (16),
-# NS input and output in bf16 (4), published copy written (2), rounded down to whole fp32 words.
-ELEMENTWISE_BYTES = 24
+# NS input written and output read in bf16 (4), published copy written (2).
+ELEMENTWISE_BYTES = 26
 # One byte of memory traffic in FLOPs: an accelerator that sustains about 550 TFLOP/s in bf16 moves about 2.7 TB/s.
 FLOPS_PER_BYTE = 200
 
@@ -56,14 +59,13 @@ class CostModel:
     @classmethod
     def from_file(cls, path: str | Path) -> CostModel:
         """Read a JSON object {"MxN": seconds}. Raises ValueError on any other content."""
+        expected = f'cost_file {path}: expected a JSON object {{"MxN": seconds}}'
         try:
             table = json.loads(Path(path).read_text())
         except json.JSONDecodeError as e:
-            raise ValueError(
-                f'cost_file {path}: expected a JSON object {{"MxN": seconds}}, got invalid JSON ({e})'
-            ) from e
+            raise ValueError(f"{expected}, got invalid JSON ({e})") from e
         if not isinstance(table, dict) or not table:
-            raise ValueError(f'cost_file {path}: expected a non-empty JSON object {{"MxN": seconds}}')
+            raise ValueError(f"{expected}, got {table!r:.60}")
         for shape, seconds in table.items():
             sides = shape.split("x")
             is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
@@ -125,19 +127,6 @@ class MeshSpec:
         return rank // self.ranks_per_node
 
 
-def packing_bound(costs: Iterable[int], n: int) -> int:
-    """No assignment to n owners has a smaller largest cost.
-
-    The largest of: the mean (rounded up, costs being integers), the largest piece, and for c1 >= c2 >= ... and every
-    j >= 1, c(jN+1) + c(jN) + ... + c(jN+1-j): of the first jN+1 pieces some owner has j+1.
-    """
-    c = sorted(costs, reverse=True)
-    bound = max(-(-sum(c) // n), c[0])
-    for j in range(1, (len(c) - 1) // n + 1):
-        bound = max(bound, sum(c[j * n - j : j * n + 1]))
-    return bound
-
-
 @dataclass(frozen=True)
 class OwnershipPlan:
     """The owner of every piece, with everything it was derived from.
@@ -154,7 +143,7 @@ class OwnershipPlan:
     balance: str = "cost"
     ownership: str = "global"
     memory_cap_bytes: int | None = None
-    cost_model: Mapping[str, Any] = field(default_factory=dict)  # CostModel.describe()
+    cost_model: Mapping[str, Any] = field(default_factory=dict, hash=False)  # CostModel.describe()
 
     @property
     def n_owners(self) -> int:
@@ -219,7 +208,7 @@ class OwnershipPlan:
 
     @cached_property
     def digest(self) -> str:
-        """sha256 over names, shapes, layouts, units, costs, mesh, options and owners. Equal plans have equal digests."""
+        """sha256 over names, shapes, layouts, units, costs, mesh, options and owners. Equal plans, equal digests."""
         return _sha256(self._content())
 
     def _content(self) -> dict[str, Any]:
@@ -333,9 +322,12 @@ def assign(
 ) -> OwnershipPlan:
     """Give every piece one owner.
 
-    Minimizes the largest cost per owner (with ``balance="numel"`` the largest number of elements; "round_robin" deals
-    in name order). ``unit_of`` maps piece keys to unit indices (default: one unit). ``memory_cap_bytes`` limits the
-    bytes an owner holds. Raises ValueError for no pieces, repeated pieces, unknown choices or a cap that cannot be met.
+    Minimizes the largest cost per owner, then the bytes per owner, then the bytes a node publishes, then for each unit
+    the bytes per source (the owner's place in its shard group). ``balance="numel"`` counts elements instead of cost;
+    "round_robin" deals in name order and minimizes nothing. ``unit_of`` maps piece keys to unit indices (default: one
+    unit). ``memory_cap_bytes`` limits what one owner holds (:data:`OWNER_BYTES_PER_ELEMENT`). With ownership "replica"
+    owners are places in a shard group, the same in every replica. Raises ValueError for no pieces, overlapping pieces,
+    unknown choices and a cap that cannot be met.
     """
     if balance not in BALANCES:
         raise ValueError(f"balance must be one of {', '.join(BALANCES)}, got {balance!r}")
@@ -358,9 +350,15 @@ def assign(
     n_owners = mesh.world if ownership == "global" else mesh.shard_size
     if balance == "round_robin":
         owners = [i % n_owners for i in range(len(ordered))]
+        _check_cap(ordered, owners, n_owners, memory_cap_bytes)
     else:
-        weights = costs if balance == "cost" else [p.numel for p in ordered]
-        owners = _longest_first(weights, [p.numel for p in ordered], n_owners)
+        sizes = [p.numel for p in ordered]
+        weights = costs if balance == "cost" else sizes
+        cap = None if memory_cap_bytes is None else memory_cap_bytes // OWNER_BYTES_PER_ELEMENT
+        bins = pack(weights, sizes, n_owners, cap)
+        if bins is None:
+            raise ValueError(_cap_message(ordered, n_owners, memory_cap_bytes))
+        owners = _spread_units(_place(bins, sizes, mesh), ordered, costs, units, mesh)
     return OwnershipPlan(
         pieces=tuple(ordered),
         owners=tuple(owners),
@@ -374,15 +372,101 @@ def assign(
     )
 
 
-def _longest_first(weights: Sequence[int], sizes: Sequence[int], n_owners: int) -> list[int]:
-    """Longest processing time first: each piece, largest first, to the owner with the smallest load."""
-    owners = [0] * len(weights)
-    heap = [(0, 0, rank) for rank in range(n_owners)]
-    for i in sorted(range(len(weights)), key=lambda i: (-weights[i], -sizes[i], i)):
-        load, size, rank = heap[0]
-        heapq.heapreplace(heap, (load + weights[i], size + sizes[i], rank))
-        owners[i] = rank
+def _cap_message(pieces: Sequence[Piece], n_owners: int, cap: int | None, found: int | None = None) -> str:
+    """Why the cap cannot be met: the piece, the mean, or the packing that was found."""
+    largest = max(pieces, key=lambda p: p.numel)
+    mean = -(-OWNER_BYTES_PER_ELEMENT * sum(p.numel for p in pieces) // n_owners)
+    reason = "no assignment within it was found" if found is None else f"the fullest owner would hold {found}"
+    return (
+        f"memory_cap_bytes {cap} cannot be met: {reason}; {largest.key} alone takes "
+        f"{OWNER_BYTES_PER_ELEMENT * largest.numel} bytes and the mean of {n_owners} owners is {mean}: "
+        "raise the cap or use more ranks"
+    )
+
+
+def _check_cap(pieces: Sequence[Piece], owners: Sequence[int], n_owners: int, cap: int | None) -> None:
+    held = [0] * n_owners
+    for p, owner in zip(pieces, owners, strict=True):
+        held[owner] += OWNER_BYTES_PER_ELEMENT * p.numel
+    if cap is not None and max(held) > cap:
+        raise ValueError(_cap_message(pieces, n_owners, cap, max(held)))
+
+
+def _place(bins: Sequence[Sequence[int]], sizes: Sequence[int], mesh: MeshSpec) -> list[int]:
+    """The rank of each bin's items: bytes spread over nodes, then over the places of a shard group.
+
+    The largest bin goes to the node with the fewest bytes that has a free rank; within a node, shard group by shard
+    group, the larger bins go to the sources with fewer bytes so far.
+    """
+    nodes: list[list[int]] = [[] for _ in range(mesh.node(len(bins) - 1) + 1)]
+    for rank in range(len(bins)):
+        nodes[mesh.node(rank)].append(rank)
+    size = [sum(sizes[i] for i in b) for b in bins]
+    given: list[list[int]] = [[] for _ in nodes]
+    heap = [(0, node) for node in range(len(nodes))]
+    for b in sorted(range(len(bins)), key=lambda b: (-size[b], b)):
+        total, node = heap[0]
+        given[node].append(b)
+        if len(given[node]) == len(nodes[node]):
+            heapq.heappop(heap)
+        else:
+            heapq.heapreplace(heap, (total + size[b], node))
+
+    owners = [0] * len(sizes)
+    by_source = [0] * mesh.shard_size
+    for ranks, held in zip(nodes, given, strict=True):
+        groups: dict[int, list[int]] = {}
+        for rank in ranks:
+            groups.setdefault(rank // mesh.shard_size, []).append(rank)
+        next_bin = iter(held)
+        for group in groups.values():
+            for rank in sorted(group, key=lambda r: (by_source[r % mesh.shard_size], r)):
+                b = next(next_bin)
+                by_source[rank % mesh.shard_size] += size[b]
+                for i in bins[b]:
+                    owners[i] = rank
     return owners
+
+
+def _spread_units(
+    owners: Sequence[int], pieces: Sequence[Piece], costs: Sequence[int], units: Sequence[int], mesh: MeshSpec
+) -> list[int]:
+    """Trade pieces of equal cost and size between owners, so that one unit's gathers come from many sources.
+
+    Unit by unit, largest pieces first, a piece goes to the source that gives the unit the fewest bytes so far, then to
+    the one with the most places left. Every owner keeps how many pieces of each kind it has, hence its cost and bytes.
+    """
+    kind_of = list(zip([p.numel for p in pieces], costs, strict=True))
+    places: dict[tuple[int, int], dict[int, list[int]]] = {}
+    for kind, owner in zip(kind_of, owners, strict=True):
+        places.setdefault(kind, {}).setdefault(owner % mesh.shard_size, []).append(owner)
+    n_nodes = mesh.node(mesh.world - 1) + 1
+    for by_source in places.values():
+        for source, held in by_source.items():
+            # Popped from the end: owners in turn, sources starting at different nodes, so that a unit spreads over them.
+            turn: dict[int, int] = {}
+            keyed = []
+            for owner in sorted(held):
+                turn[owner] = turn.get(owner, 0) + 1
+                keyed.append((turn[owner], (mesh.node(owner) - source) % n_nodes, owner))
+            by_source[source] = [owner for *_, owner in sorted(keyed, reverse=True)]
+
+    spread = list(owners)
+    order = sorted(range(len(pieces)), key=lambda i: (units[i], -kind_of[i][0], -kind_of[i][1], i))
+    for _, of_unit in groupby(order, key=lambda i: units[i]):
+        given: dict[int, int] = {}
+        for kind, alike in groupby(of_unit, key=lambda i: kind_of[i]):
+            heap = [(given.get(source, 0), -len(left), source) for source, left in places[kind].items() if left]
+            heapq.heapify(heap)
+            for i in alike:
+                total, left, source = heap[0]
+                spread[i] = places[kind][source].pop()
+                given[source] = total + kind[0]
+                if left == -1:
+                    heapq.heappop(heap)
+                else:
+                    heapq.heapreplace(heap, (given[source], left + 1, source))
+    return spread
 
 
 def _sha256(content: Any) -> str:
