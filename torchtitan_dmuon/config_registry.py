@@ -1,8 +1,8 @@
 """TOML files as registry configs of TorchTitan's own entry point, on machines with an accelerator.
 
 `torchrun ... -m torchtitan.train --module torchtitan_dmuon --config FILE.toml` looks up ``FILE.toml`` in this module
-and calls what it gets. Decides nothing: the file is read by `titan/toml_config.py`. Keeps: a wrong file ends the process
-with code 2 and one line, as with `-m torchtitan_dmuon.train`.
+and calls what it gets. Decides nothing: the file is read by `titan/toml_config.py`. Keeps: a wrong file ends the
+process with code 2 and one line, as with `-m torchtitan_dmuon.train`.
 """
 
 from __future__ import annotations

@@ -147,11 +147,9 @@ def assign_parameters(shapes: Mapping[str, Sequence[int]], groups: Sequence[tupl
         taken.append(mine)
     left = [name for name in names if name not in owner]
     if left:
-        raise ConfigError(
-            f"no group takes {len(left)} parameters ({', '.join(left[:3])}{', ...' if len(left) > 3 else ''}); add a last "
-            "group with pattern = '.*'",
-            "optimizer.param_groups",
-        )
+        some = ", ".join(left[:3]) + (", ..." if len(left) > 3 else "")
+        message = f"no group takes {len(left)} parameters ({some}); add a last group with pattern = '.*'"
+        raise ConfigError(message, "optimizer.param_groups")
     return Assignment(tuple(tuple(group) for group in taken), tuple(fell_through))
 
 

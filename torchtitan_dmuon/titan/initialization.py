@@ -1,8 +1,8 @@
 """Initial weights that depend on (seed, parameter name) alone, for every parameter of a TorchTitan model.
 
-Decides: from which stream each parameter is drawn, and that a rank keeps its part of a draw of the whole parameter. Does
-not decide distributions: each parameter's own init function is run. Keeps: DESIGN invariant 7 (the same weights on every
-mesh, plan and optimizer) and 8 (one parameter is whole at a time, never the model).
+Decides: from which stream each parameter is drawn, and that a rank keeps its part of a draw of the whole parameter.
+Does not decide distributions: each parameter's own init function is run. Keeps: DESIGN invariant 7 (the same weights on
+every mesh, plan and optimizer) and 8 (one parameter is whole at a time, never the model).
 
 TorchTitan 0.3.0 keeps init functions in `Module._param_init` (protocols/module.py), called by `init_states` on the
 parameters left by FSDP2. On CPU a draw into a DTensor is not coordinated between ranks at all (both shards of the
@@ -12,8 +12,9 @@ embedding come out equal), and on CUDA it is, but otherwise than on one rank.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ _ELEMENTWISE = (
 
 def is_elementwise(init: Init) -> bool:
     """Whether ``init``, partial applications aside, is known to treat every element alike."""
-    while isinstance(init, partial):
+    while isinstance(init, functools.partial):
         init = init.func
     return init in _ELEMENTWISE
 
@@ -99,17 +100,30 @@ def install_named_init(model: torch.nn.Module, seed: int) -> None:
                 for key, init in module._param_init.items()
             }
         elif callable(getattr(module, "reset_parameters", None)) and module._parameters:
-            module.reset_parameters = partial(_reset_whole, module, module.reset_parameters, prefix, seed)
+            module.reset_parameters = functools.partial(_reset_whole, module, module.reset_parameters, prefix, seed)
 
 
 def supports(parallel_dims: Any) -> bool:
-    """Whether every parameter is whole or a DTensor under these ParallelDims."""
-    return parallel_dims.tp == 1 and parallel_dims.ep == 1
+    """Whether every parameter is whole or a DTensor, and every rank has the same seed, under these ParallelDims."""
+    return parallel_dims.tp == 1 and parallel_dims.ep == 1 and parallel_dims.pp == 1
 
 
-def run_seed(config: Any) -> int:
-    """The seed that weights derive from: ``debug.seed``, else the one TorchTitan has agreed on among the ranks."""
-    return config.debug.seed if config.debug.seed is not None else torch.initial_seed()
+def with_named_init(spec: Any) -> Any:
+    """A ModelSpec whose models are initialized by name; unchanged under parallelism that :func:`supports` rules out.
+
+    The seed is torch's initial seed, which TorchTitan sets to ``debug.seed``, or to one agreed on among the ranks,
+    before it parallelizes.
+    """
+    parallelize = spec.parallelize_fn
+
+    @functools.wraps(parallelize)
+    def wrapped(model: torch.nn.Module, *, parallel_dims: Any, **kwargs: Any) -> torch.nn.Module:
+        model = parallelize(model, parallel_dims=parallel_dims, **kwargs)
+        if supports(parallel_dims):
+            install_named_init(model, torch.initial_seed())
+        return model
+
+    return dataclasses.replace(spec, parallelize_fn=wrapped)
 
 
 def keep_part(param: torch.Tensor, whole: torch.Tensor) -> None:
@@ -126,6 +140,7 @@ def _named(init: Init, name: str, seed: int) -> Init:
         if param.device.type != "meta":
             keep_part(param, draw(init, name, seed, param.shape, dtype=param.dtype, device=param.device))
 
+    draw_and_keep.original = init  # type: ignore[attr-defined]  # for whoever places the draw elsewhere
     return draw_and_keep
 
 

@@ -120,9 +120,11 @@ def _ours(base: Any, wanted: bool) -> Any:
     """With our Trainer and optimizer container in place of the stock ones; other trainers keep their own."""
     from torchtitan.trainer import Trainer
 
+    from torchtitan_dmuon.titan.initialization import with_named_init
     from torchtitan_dmuon.titan.trainer import DMuonTrainer
 
     if type(base) is Trainer.Config:
+        base.model_spec = with_named_init(base.model_spec)
         return with_dmuon_optimizer(to_dmuon_config(base, DMuonTrainer))
     if wanted and not any(f.name == "dmuon" for f in dataclasses.fields(base)):
         owner = type(base)._owner
