@@ -279,3 +279,26 @@ def test_configurations_load_and_claim_every_matrix_of_the_blocks(model, world, 
     wanted = {n for n, s in shapes.items() if n.startswith("layers.") and len(s) >= 2}
     assert wanted and set(assignment.groups[0]) == wanted
     assert {name for name, _ in assignment.fell_through} == {n for n in shapes if re.search(r"attention\.[qk]_norm", n)}
+
+
+def test_configuration_page_has_every_key():
+    import dataclasses
+    import inspect
+
+    from torchtitan_dmuon.muon import Muon
+    from torchtitan_dmuon.titan.config import DMuonConfig
+
+    page = (ROOT / "docs/configuration.md").read_text()
+    optimizer, dmuon = page.split("## `[dmuon]`")
+    keys = {field.name for field in dataclasses.fields(DMuonConfig)}
+    assert set(re.findall(r"^\| `(\w+)` \|", dmuon, flags=re.M)) == keys
+    arguments = set(inspect.signature(Muon.__init__).parameters) - {"self", "params"}
+    table = optimizer.split("### Arguments")[1]
+    assert set(re.findall(r"^\| `(\w+)` \|", table, flags=re.M)) == arguments
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/configuration.md"])
+def test_pages_name_files_that_exist(page):
+    text = (ROOT / page).read_text()
+    for name in re.findall(r"\b((?:scripts|train_configs|torchtitan_dmuon|docs)/[\w./-]*\w)", text):
+        assert (ROOT / name).exists() or name.endswith("FILE.toml"), name
