@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import torchtitan_dmuon as dmuon
+from torchtitan_dmuon.muon import set_layout
 
 VOCAB, DIM, HIDDEN, LENGTH = 32, 16, 24, 8
 OWNED = r"layers\.\d+\.(qkv|wo|w1|w2)\.weight$"
@@ -101,7 +104,10 @@ def sgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 class Reference:
-    """One process, ordinary torch: the whole batch of ``world`` ranks, gradients averaged over ranks."""
+    """One process, ordinary torch: the whole batch of ``world`` ranks, gradients averaged over ranks.
+
+    With ``param_dtype`` each rank's forward and backward run on a cast copy, and gradients are summed in float32.
+    """
 
     def __init__(
         self,
@@ -112,33 +118,49 @@ class Reference:
         param_dtype: torch.dtype | None = None,
         model: Toy | None = None,
     ) -> None:
-        self.world, self.micros, self.max_norm, self.dtype = world, micros, max_norm, param_dtype
+        self.world, self.micros, self.max_norm = world, micros, max_norm
         self.model = model or make_toy()
-        owned = {
-            n: p
-            for n, p in self.model.named_parameters()
-            if n.endswith(("qkv.weight", "wo.weight", "w1.weight", "w2.weight"))
-        }
-        for name, p in owned.items():
-            layout = LAYOUTS[r"\.qkv\.weight$"] if "qkv" in name else dmuon.MatrixLayout()
-            from torchtitan_dmuon.muon import set_layout
+        self.compute = self.model if param_dtype is None else copy.deepcopy(self.model).to(param_dtype)
+        self.owned = {n: p for n, p in self.model.named_parameters() if re.search(OWNED, n)}
+        for name, p in self.owned.items():
+            set_layout(p, next((x for pattern, x in LAYOUTS.items() if re.search(pattern, name)), dmuon.MatrixLayout()))
+        self.matrix = matrix_optimizer(list(self.owned.values()))
+        self.rest = adamw([p for n, p in self.model.named_parameters() if n not in self.owned])
 
-            set_layout(p, layout)
-        self.owned = owned
-        self.matrix = matrix_optimizer(list(owned.values()))
-        self.rest = adamw([p for n, p in self.model.named_parameters() if n not in owned])
-
-    def backward(self, step: int) -> None:
+    def backward(self, step: int) -> list[float]:
+        """Accumulate the gradients of one step; the loss of each micro-batch, averaged over ranks."""
+        if self.compute is not self.model:
+            with torch.no_grad():
+                for mine, master in zip(self.compute.parameters(), self.model.parameters()):
+                    mine.copy_(master)
+        losses = [0.0] * self.micros
         for micro in range(self.micros):
             for rank in range(self.world):
-                (loss_of(self.model, step, micro, rank) / self.world).backward()
+                loss = loss_of(self.compute, step, micro, rank)
+                (loss / self.world).backward()
+                losses[micro] += loss.item() / self.world
+                if self.compute is not self.model:
+                    self._collect()
+        return losses
 
-    def step(self, step: int) -> float:
-        self.backward(step)
+    def _collect(self) -> None:
+        for mine, master in zip(self.compute.parameters(), self.model.parameters()):
+            grad = mine.grad.float()
+            master.grad = grad if master.grad is None else master.grad + grad
+            mine.grad = None
+
+    def update(self) -> float:
+        """Clip and update; the norm before the clip."""
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm)
         self.grads = {n: p.grad.clone() for n, p in self.owned.items()}
         self.matrix.step()
         self.rest.step()
         self.matrix.zero_grad()
         self.rest.zero_grad()
+        for p in self.owned.values():
+            p.grad = None
         return norm.item()
+
+    def step(self, step: int) -> float:
+        self.backward(step)
+        return self.update()
