@@ -37,12 +37,11 @@ PYTHON
 export TOKENIZERS_PARALLELISM=true
 "$VENV_PYTHON" -m torchtitan_dmuon prepare-data --out outputs/python_stdlib
 
-show_steps() {   # keeps the step lines of a training log, behind the run's name
+show_steps() {   # keeps rank 0's step lines of a training log, behind the run's name
     local line
     while IFS= read -r line; do
         case $line in
-            *'step: '*) printf '  %-12s %s\n' "$1" "step: ${line#*step: }" ;;
-            *WARNING* | *ERROR*) [ -z "${VERBOSE:-}" ] || printf '  %-12s %s\n' "$1" "$line" ;;
+            '[rank0]:'*'step: '*) printf '  %-12s %s\n' "$1" "step: ${line#*step: }" ;;
         esac
     done
 }
@@ -52,12 +51,13 @@ train() {   # train NAME: one run in $OUT/NAME
     rm -rf "${OUT:?}/$name"   # a checkpoint left there would be resumed instead of trained
     mkdir -p "$OUT/$name"
     echo "$name: $STEPS steps on $ranks processes ($replicas x $shards, $dtype), full log in $log"
-    if ! NGPU=$ranks CONFIG_FILE=train_configs/debug_$name.toml TORCHRUN=$VENV/bin/torchrun scripts/run_train.sh \
+    # All ranks go to the log: a failure may be another rank's than 0.
+    if ! LOG_RANK='' NGPU=$ranks CONFIG_FILE=train_configs/debug_$name.toml TORCHRUN=$VENV/bin/torchrun scripts/run_train.sh \
         --dump_folder "$OUT/$name" --training.steps "$STEPS" --training.mixed_precision_param "$dtype" \
         --parallelism.data_parallel_replicate_degree "$replicas" --parallelism.data_parallel_shard_degree "$shards" \
         --checkpoint.enable --metrics.disable_color_printing 2>&1 | tee "$log" | show_steps "$name"; then
-        echo "$name failed; the end of its log:" >&2
-        tail -n 40 "$log" >&2
+        echo "$name failed; from the first error in $log:" >&2
+        { sed -n '/Traceback\|error: /,$p' "$log" | head -n 40; } >&2 || true
         exit 1
     fi
 }

@@ -5,7 +5,7 @@
 #
 #   NGPU         processes to start (default 8)
 #   CONFIG_FILE  TOML file (default train_configs/debug_dmuon.toml)
-#   LOG_RANK     ranks whose output is shown, with commas (default 0)
+#   LOG_RANK     ranks whose output is shown, with commas (default 0; empty: all)
 #   TORCHRUN     launcher (default: the one of .venv, else torchrun)
 # All arguments go to the trainer and win over the file.
 set -euo pipefail
@@ -13,7 +13,7 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 NGPU=${NGPU:-8}
 CONFIG_FILE=${CONFIG_FILE:-$ROOT/train_configs/debug_dmuon.toml}
-LOG_RANK=${LOG_RANK:-0}
+LOG_RANK=${LOG_RANK-0}
 if [ -z "${TORCHRUN:-}" ]; then
     TORCHRUN=torchrun
     if [ -x "${VENV:-$ROOT/.venv}/bin/torchrun" ]; then

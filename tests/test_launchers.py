@@ -168,7 +168,7 @@ case "$1 $2" in
   "- ") cat >/dev/null; echo "4 2 2 float32" ;;
   "--version "*) echo "Python 3.99" ;;
 esac
-case "$0" in */torchrun) echo "[rank0]:[titan] - root - INFO - step:  1  loss: 7.5"; exit "${{TRAIN_RC:-0}}" ;; esac
+case "$0" in */torchrun) printf '[rank%s]: INFO - step:  1  loss: 7.5\\n' 0 1; echo "[rank1]: error: why"; exit "${{TRAIN_RC:-0}}" ;; esac
 """,
         )
     )
@@ -235,7 +235,7 @@ def test_quickstart_trains_three_alike_and_compares(fake_clone, stubs, tmp_path)
     assert done.stdout.count("loss: 7.5") == 3 and (out / "adamw/train.log").read_text()
 
     done = run(command, **env, TRAIN_RC="9")
-    assert done.returncode == 1 and "adamw failed" in done.stderr and "loss: 7.5" in done.stderr
+    assert done.returncode == 1 and "adamw failed" in done.stderr and "error: why" in done.stderr
     for wrong in (["--steps", "0"], ["--steps", "x"], ["--stepz"]):
         assert run([*command[:2], *wrong], **env).returncode == 2
 
