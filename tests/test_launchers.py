@@ -168,7 +168,11 @@ case "$1 $2" in
   "- ") cat >/dev/null; echo "4 2 2 float32" ;;
   "--version "*) echo "Python 3.99" ;;
 esac
-case "$0" in */torchrun) printf '[rank%s]: INFO - step:  1  loss: 7.5\\n' 0 1; echo "[rank1]: error: why"; exit "${{TRAIN_RC:-0}}" ;; esac
+if [ "${{0##*/}}" = torchrun ]; then
+  printf '[rank%s]: INFO - step:  1  loss: 7.5\\n' 0 1
+  echo "[rank1]: error: why"
+  exit "${{TRAIN_RC:-0}}"
+fi
 """,
         )
     )
