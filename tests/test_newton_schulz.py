@@ -15,6 +15,7 @@ from torchtitan_dmuon.newton_schulz import (
     COEFFICIENTS,
     GUARD_EPS,
     NewtonSchulz,
+    choose_form,
     compute_dtype,
     flops,
     orthogonalize,
@@ -143,6 +144,24 @@ def test_flops_are_counted(form, steps):
         assert counter.get_total_flops() == 3 * flops(m, n, settings)
     assert flops(10, 20, NewtonSchulz(form="standard")) == 5 * (4 * 100 * 20 + 2 * 1000)
     assert flops(10, 20, NewtonSchulz(form="gram")) == 4 * 2 * 100 * 20 + 2 * 1000 * (20 - 6)
+
+
+def test_auto_form():
+    """Gram in fp32 on wide and tall matrices alone; FLOPs are of the form that runs; the other forms are kept."""
+    exact, low, auto = NewtonSchulz(dtype="float32"), NewtonSchulz(dtype="bfloat16"), NewtonSchulz()
+    for device in ("cpu", "cuda"):
+        assert [choose_form(64, n, exact, device) for n in (64, 128, 192, 256)] == ["standard"] * 2 + ["gram"] * 2
+        assert choose_form(256, 64, exact, device) == "gram"
+        assert choose_form(64, 256, low, device) == "standard"
+        assert choose_form(64, 256, replace(exact, form="standard"), device) == "standard"
+        assert choose_form(64, 64, replace(low, form="gram"), device) == "gram"
+    assert choose_form(64, 256, auto, "cuda") == "standard"
+    assert choose_form(64, 256, NewtonSchulz(dtype="float16"), "cpu") == "standard"  # a plan may ask from a laptop
+    for m, n in ((24, 24), (24, 96)):
+        for settings in (exact, low):
+            with FlopCounterMode(display=False) as counter:
+                orthogonalize(randn(m, n), settings)
+            assert counter.get_total_flops() == flops(m, n, settings)
 
 
 @pytest.mark.parametrize(
