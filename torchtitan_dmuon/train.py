@@ -39,9 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _checked(run: toml_config.Run) -> list[str]:
     """Check the run, save its config, adapt it to the machine. Returns the lines to log."""
-    from torchtitan_dmuon.titan import checks
+    from torchtitan_dmuon.titan import checks, data
 
     try:
+        data.prepare_for(run.config)
         assignment = checks.check_run(run.config, int(os.environ["WORLD_SIZE"]))
         settled = checks.settle(run.config)
         tables, left_out = toml_config.document(run)  # before this machine adapts it

@@ -42,9 +42,10 @@ class OwnedOptimizer(torch.optim.Optimizer):
         self.skipped_steps = 0
         self.update_seconds = 0.0
         super().__init__(self.inner.param_groups, self.inner.defaults)
-        self._share()
+        self.share()
 
-    def _share(self) -> None:
+    def share(self) -> None:
+        """Take the inner optimizer's groups and state again, after it replaced them (a load)."""
         self.param_groups, self.state, self.defaults = self.inner.param_groups, self.inner.state, self.inner.defaults
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -100,4 +101,4 @@ class OwnedOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.inner.load_state_dict(state_dict)
-        self._share()
+        self.share()

@@ -12,6 +12,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,9 +39,26 @@ logger = logging.getLogger(__name__)
 Select = str | re.Pattern[str] | Callable[[str, nn.Parameter], bool]
 
 
+@dataclass(frozen=True)
+class RankGrid:
+    """The data-parallel group without process groups: global ranks in order, ``shard_size`` per shard group."""
+
+    ranks: tuple[int, ...]
+    shard_size: int
+    device_type: str
+
+    @staticmethod
+    def of(mesh: DeviceMesh | RankGrid) -> RankGrid:
+        if isinstance(mesh, RankGrid):
+            return mesh
+        if mesh.ndim not in (1, 2):
+            raise ValueError(f"the mesh must be 1-D [shard] or 2-D [replicate, shard], got {mesh.ndim} dimensions")
+        return RankGrid(tuple(mesh.mesh.flatten().tolist()), mesh.shape[-1], mesh.device_type)
+
+
 def own_matrices(
     model: nn.Module,
-    mesh: DeviceMesh,
+    mesh: DeviceMesh | RankGrid,
     select: Select | Sequence[OwnedSpec],
     units: Iterable[nn.Module],
     mp_policy: MixedPrecisionPolicy | None = None,
@@ -83,7 +101,8 @@ def own_matrices(
         RuntimeError: ranks derived different plans; the message shows what differs.
     """
     policy = mp_policy or MixedPrecisionPolicy()
-    topology = _topology(mesh, ranks_per_node, routing, holders, ownership)
+    grid = RankGrid.of(mesh)
+    topology = _topology(grid, ranks_per_node, routing, holders, ownership)
     _check_options(publish, prefetch)
     slots = _slots(model)
     specs = _specs(slots, select, layouts or {}, stacks)
@@ -91,13 +110,12 @@ def own_matrices(
     grouped, modules_of = _group_units(model, list(units), chosen)
     plan = _plan(specs, grouped, topology, balance, cost)
 
-    rank = 0 if dist.get_world_size() == 1 else mesh.mesh.flatten().tolist().index(dist.get_rank())
-    target = torch.device(device) if device is not None else _device_of(mesh)
-    ranks = mesh.mesh.flatten().tolist()
+    rank = grid.ranks.index(dist.get_rank()) if topology.world > 1 else 0
+    target = torch.device(device) if device is not None else _device_of(grid)
     transports: dict[str, Transport | None] = dict.fromkeys(PHASES)
     groups: list[dist.ProcessGroup] = []
     if topology.world > 1:
-        groups = [dist.new_group(ranks, timeout=timeout, use_local_synchronization=True) for _ in PHASES]
+        groups = [dist.new_group(list(grid.ranks), timeout=timeout, use_local_synchronization=True) for _ in PHASES]
         _compare_plans(plan, groups[PHASES.index("reduce_between_nodes")], rank)
         transports = {phase: make_transport(group) for phase, group in zip(PHASES, groups)}
     return OwnedMatrices(
@@ -217,6 +235,7 @@ class OwnedMatrices:
         factory: OptimizerFactory,
         *,
         groups: Sequence[tuple[Callable[[str], bool], Mapping[str, Any]]] | None = None,
+        optimizer_cls: type[OwnedOptimizer] = OwnedOptimizer,
         **defaults: Any,
     ) -> OwnedOptimizer:
         """``factory(parameter groups, **defaults)`` over this rank's pieces, published after each step.
@@ -238,7 +257,7 @@ class OwnedMatrices:
                     made[index]["param_names"].append(name if param.whole else piece.key)
         if unmatched:
             raise ValueError(f"{unmatched[0]}: no optimizer group takes it ({len(unmatched)} such parameters)")
-        return OwnedOptimizer(self.engine, factory, made, **defaults)
+        return optimizer_cls(self.engine, factory, made, **defaults)
 
     def clip_grad_norm_(self, model: nn.Module, max_norm: float) -> torch.Tensor:
         """Clip owned and FSDP2 gradients by one joint norm and return it (float32, before the clip). A collective."""
@@ -271,16 +290,30 @@ class OwnedMatrices:
     def initialize_one(self, name: str, init: Callable[[torch.Tensor], Any], seed: int) -> None:
         """:meth:`initialize` for one parameter."""
         unit, param = self._params[name]
-        for piece in param.pieces:
-            if piece.key not in unit.master_of:
-                continue
+        is_stack = len(param.spec.shape) == 3
+
+        def draw(piece: Piece) -> torch.Tensor:
             value = torch.empty(piece.shape, dtype=torch.float32, device=unit.device)
             with torch.random.fork_rng(devices=[unit.device] if unit.device.type == "cuda" else []):
-                torch.manual_seed(stream_seed(seed, name, piece.start if len(param.spec.shape) == 3 else 0))
+                torch.manual_seed(stream_seed(seed, name, piece.start if is_stack else 0))
                 init(value)
-            unit.master_of[piece.key].copy_(value)
+            return value
+
+        self.fill(name, draw)
+
+    @torch.no_grad()
+    def fill(self, name: str, value_of: Callable[[Piece], torch.Tensor]) -> None:
+        """Set a parameter's masters: ``value_of(piece)`` is asked for each piece this rank holds. Call on all ranks."""
+        unit, param = self._params[name]
+        for piece in param.pieces:
+            if piece.key in unit.master_of:
+                unit.master_of[piece.key].copy_(value_of(piece).reshape(piece.shape))
         self._uninitialized.discard(name)
         self.mark_stale()
+
+    def owned_parameters(self) -> list[OwnedParameter]:
+        """The owned parameters, unit by unit."""
+        return [param for _, param in self._params.values()]
 
     def publish(self) -> None:
         """Bring every holder's copy up to date with the masters now. A collective."""
@@ -332,13 +365,12 @@ def root_owners(plan: OwnershipPlan, topology: Topology) -> dict[str, int]:
     return roots
 
 
-def _topology(mesh: DeviceMesh, ranks_per_node: int, routing: str, holders: str, ownership: str) -> Topology:
-    if mesh.ndim not in (1, 2):
-        raise ValueError(f"the mesh must be 1-D [shard] or 2-D [replicate, shard], got {mesh.ndim} dimensions")
+def _topology(grid: RankGrid, ranks_per_node: int, routing: str, holders: str, ownership: str) -> Topology:
     if ownership == "replica" and holders == "node":
         raise ValueError('ownership = "replica" with holders = "node" is not supported: use holders = "shard_group"')
-    per_node = ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", mesh.size()))
-    return Topology(mesh.size(), mesh.shape[-1], per_node, routing, holders, ownership)
+    world = len(grid.ranks)
+    per_node = ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    return Topology(world, grid.shard_size, per_node, routing, holders, ownership)
 
 
 def _check_options(publish: str, prefetch: int) -> None:
@@ -348,10 +380,10 @@ def _check_options(publish: str, prefetch: int) -> None:
         raise ValueError(f"prefetch = {prefetch}: must be at least 0")
 
 
-def _device_of(mesh: DeviceMesh) -> torch.device:
-    if mesh.device_type == "cuda":
+def _device_of(grid: RankGrid) -> torch.device:
+    if grid.device_type == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
-    return torch.device(mesh.device_type)
+    return torch.device(grid.device_type)
 
 
 def _slots(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:

@@ -9,13 +9,20 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from torchtitan_dmuon.matrices import canonical_name
-from torchtitan_dmuon.titan.config import Assignment, ConfigError, assign_parameters, optimizer_names, uses_dmuon
+from torchtitan_dmuon.titan.config import (
+    MATRIX_OPTIMIZERS,
+    Assignment,
+    ConfigError,
+    assign_parameters,
+    optimizer_names,
+    uses_dmuon,
+)
 from torchtitan_dmuon.titan.tables import nearest, noun
 
 # Parallelism that DMuon does not support yet: config key -> what to say.
@@ -39,8 +46,14 @@ def check_run(config: Any, world_size: int | None) -> Assignment | None:
         check_optimizer_kwargs(group.optimizer_name, group.optimizer_kwargs, f"optimizer.param_groups.{index}")
     if config.model_spec is None or not config.optimizer.param_groups:
         return None
+    model = meta_model(config)
+    shapes = {canonical_name(n): tuple(p.shape) for n, p in model.named_parameters() if p.requires_grad}
     groups = [(group.pattern, group.optimizer_name) for group in config.optimizer.param_groups]
-    return assign_parameters(parameter_shapes(config), groups)
+    assignment = assign_parameters(shapes, groups)
+    for index, (names, (_, optimizer_name)) in enumerate(zip(assignment.groups, groups, strict=True)):
+        if optimizer_name in MATRIX_OPTIMIZERS:
+            _check_matrices(model, names, optimizer_name, f"optimizer.param_groups.{index}.pattern")
+    return assignment
 
 
 def settle(config: Any) -> list[str]:
@@ -156,16 +169,27 @@ def _misfit(default: Any, value: Any) -> str:
     return ""
 
 
-def parameter_shapes(config: Any) -> dict[str, tuple[int, ...]]:
-    """Shapes of the model's trainable parameters by canonical name, from a build on the meta device."""
+def meta_model(config: Any) -> torch.nn.Module:
+    """The model of this config on the meta device, the config's own model left untouched."""
     model_config = copy.deepcopy(config.model_spec.model)
     try:
         model_config.update_from_config(config=config)
         with torch.device("meta"):
-            model = model_config.build()
+            return model_config.build()
     except (ValueError, AssertionError, NotImplementedError) as error:
         raise ConfigError(f"the model cannot be built with these settings: {error}", "job.config") from None
-    return {canonical_name(n): tuple(p.shape) for n, p in model.named_parameters() if p.requires_grad}
+
+
+def _check_matrices(model: torch.nn.Module, names: Sequence[str], optimizer_name: str, path: str) -> None:
+    from torchtitan_dmuon.titan.models import owned_specs
+
+    try:
+        specs = owned_specs(model, names)
+    except ConfigError as error:
+        raise ConfigError(str(error), path) from None
+    stack = next((spec for spec in specs if len(spec.shape) == 3), None)
+    if stack is not None and optimizer_name == "GatherMuon":
+        raise ConfigError(f"{stack.name} {list(stack.shape)} is a stack; GatherMuon takes 2-D parameters only", path)
 
 
 def describe(config: Any, assignment: Assignment) -> list[str]:

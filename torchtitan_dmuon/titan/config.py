@@ -191,10 +191,7 @@ def with_dmuon_optimizer(config: Any) -> Any:
     """
     from torchtitan.components.optimizer import OptimizersContainer
 
-    try:
-        from torchtitan_dmuon.titan.optimizer import DMuonOptimizersContainer
-    except ModuleNotFoundError:
-        return config
+    from torchtitan_dmuon.titan.optimizer import DMuonOptimizersContainer
 
     if type(config.optimizer) is OptimizersContainer.Config:
         config.optimizer = retype(config.optimizer, DMuonOptimizersContainer.Config)

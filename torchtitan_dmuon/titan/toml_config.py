@@ -120,8 +120,11 @@ def _ours(base: Any, wanted: bool) -> Any:
     """With our Trainer and optimizer container in place of the stock ones; other trainers keep their own."""
     from torchtitan.trainer import Trainer
 
+    from torchtitan_dmuon.titan.data import register_datasets
     from torchtitan_dmuon.titan.initialization import with_named_init
     from torchtitan_dmuon.titan.trainer import DMuonTrainer
+
+    register_datasets()
 
     if type(base) is Trainer.Config:
         base.model_spec = with_named_init(base.model_spec)

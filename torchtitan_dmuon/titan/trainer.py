@@ -1,15 +1,24 @@
-"""TorchTitan's Trainer with a [dmuon] table in its config.
+"""TorchTitan's Trainer with owned matrices: knows the last micro-batch, clips by one norm, publishes after loads.
 
-Decides: nothing yet beyond the config. Does not copy any of the Trainer's loop.
+Decides: the few moments of a run that the runtime must be told about. Copies nothing of the Trainer's loop.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
-from torchtitan_dmuon.titan.config import DMuonConfig
+from torchtitan_dmuon.runtime.owned import OwnedMatrices
+from torchtitan_dmuon.titan import seams
+from torchtitan_dmuon.titan.config import DMuonConfig, uses_dmuon
 
 
 class DMuonTrainer(Trainer):
@@ -17,3 +26,72 @@ class DMuonTrainer(Trainer):
     class Config(Trainer.Config):
         dmuon: DMuonConfig = field(default_factory=DMuonConfig)
         """Owner-placed Muon."""
+
+    def __init__(self, config: Config) -> None:
+        if uses_dmuon(config) and config.model_spec is not None:
+            from torchtitan_dmuon.titan.parallelize import with_owned_matrices
+
+            config.model_spec = with_owned_matrices(config.model_spec, config)
+        self._micro_batch = 0
+        super().__init__(config)
+        owned = self.owned
+        if owned is not None:
+            self._save_plan(owned)
+        self.metrics_processor.watch(self) if hasattr(self.metrics_processor, "watch") else None
+
+    @property
+    def owned(self) -> OwnedMatrices | None:
+        from torchtitan_dmuon.titan.parallelize import owned_of
+
+        return owned_of(self.model_parts[0])
+
+    def forward_backward_step(self, **kwargs: Any) -> torch.Tensor:
+        owned = self.owned
+        if owned is not None:
+            last = self._micro_batch == self.gradient_accumulation_steps - 1
+            owned.set_is_last_backward(last or self.config.dmuon.defer_reduce is False)
+            self._micro_batch += 1
+        return super().forward_backward_step(**kwargs)
+
+    def train_step(self, data_iterator: Any) -> None:
+        owned = self.owned
+        if owned is None:
+            return super().train_step(data_iterator)
+        self._micro_batch = 0
+
+        def clip(_parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
+            return owned.clip_grad_norm_(self.model_parts[0], max_norm)
+
+        with seams.clip_by(clip):
+            return super().train_step(data_iterator)
+
+    def train(self) -> None:
+        owned = self.owned
+        if owned is None:
+            return super().train()
+
+        def shorten(timeout: Any) -> None:
+            for group in owned.groups:
+                dist.set_timeout(timeout, group)
+
+        with seams.also_set_timeouts(shorten):
+            return super().train()
+
+    def close(self) -> None:
+        super().close()
+        owned = self.owned if getattr(self, "model_parts", None) else None
+        if owned is not None:
+            owned.close()
+
+    def _save_plan(self, owned: OwnedMatrices) -> None:
+        if dist.get_rank() != 0:
+            return
+        os.makedirs(self.config.dump_folder, exist_ok=True)
+        path = os.path.join(self.config.dump_folder, "ownership_plan.json")
+        with open(path, "w") as f:
+            f.write(owned.plan.to_json())
+        plan = owned.plan.summary()
+        logger.info(
+            f"ownership plan: {plan['matrices']} matrices in {plan['pieces']} pieces, largest owner "
+            f"{plan['imbalance']:.3f} times the mean, {plan['idle_owners']} idle owners; saved in {path}"
+        )

@@ -1,0 +1,64 @@
+"""Which parameters of TorchTitan's models are matrices, and how fused ones fall apart.
+
+Decides by the module that holds a parameter, never by guessing from its shape. Keeps: what is not known to be a matrix
+is refused, naming it. Read in torchtitan 0.3.0.
+
+    fused QKV     rows view as (n_kv, heads_per_kv + 2, head_dim): per group its query heads, then its key, its value
+    experts       [E, M, N], one matrix per expert; gpt_oss interleaves gate and linear rows one by one
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from torchtitan_dmuon.matrices import WHOLE, MatrixLayout, OwnedSpec, canonical_name
+from torchtitan_dmuon.titan.config import ConfigError
+
+
+def owned_specs(model: nn.Module, names: Iterable[str]) -> list[OwnedSpec]:
+    """The specs of these canonical parameter names, in the model's order. ConfigError names the first non-matrix."""
+    wanted = set(names)
+    specs = []
+    for path, module in model.named_modules():
+        for attribute, parameter in module._parameters.items():
+            name = canonical_name(f"{path}.{attribute}" if path else attribute)
+            if parameter is None or name not in wanted:
+                continue
+            wanted.discard(name)  # a tied weight counts once
+            layout = _layout(model, module, attribute, name, tuple(parameter.shape))
+            specs.append(OwnedSpec(name, tuple(parameter.shape), layout))
+    if wanted:
+        raise ConfigError(f"{min(wanted)}: the model has no such parameter", "optimizer.param_groups")
+    return specs
+
+
+def _layout(model: nn.Module, module: nn.Module, attribute: str, name: str, shape: tuple[int, ...]) -> MatrixLayout:
+    from torchtitan.models.common.attention import FusedQKVLinear
+    from torchtitan.models.common.moe import GroupedExperts
+    from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
+
+    parents = {child: parent for parent in model.modules() for child in parent.children()}
+    if isinstance(module, GroupedExperts) and len(shape) == 3:
+        interleaved = isinstance(module, GptOssGroupedExperts) and attribute == "mlp1_weight_EGD"
+        return MatrixLayout(groups=shape[1] // 2, rows=(1, 1)) if interleaved else WHOLE
+    if isinstance(module, nn.Linear) and attribute == "weight":
+        if module is getattr(model, "lm_head", None):
+            raise _refusal(name, shape, "the output head")
+        parent = parents.get(module)
+        if isinstance(parent, FusedQKVLinear):
+            rows = (parent.heads_per_kv * parent.head_dim, parent.head_dim, parent.head_dim)
+            return MatrixLayout(groups=shape[0] // sum(rows), rows=rows)
+        return WHOLE
+    if isinstance(module, nn.Embedding):
+        raise _refusal(name, shape, "an embedding")
+    raise _refusal(name, shape, f"a parameter of {type(module).__qualname__}, which is not known to be a matrix")
+
+
+def _refusal(name: str, shape: tuple[int, ...], what: str) -> ConfigError:
+    return ConfigError(
+        f"{name} {list(shape)} is {what}: no matrix for DMuon or GatherMuon. Narrow the pattern, or let an AdamW group "
+        "before it take the parameter",
+        "optimizer.param_groups",
+    )

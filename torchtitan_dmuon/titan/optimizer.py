@@ -1,0 +1,182 @@
+"""TorchTitan's optimizer container with "DMuon" and "GatherMuon" beside its own names.
+
+Decides: which parameters go to which optimizer (canonical names; 1-D ones fall through), in which order optimizers
+step, and that no optimizer steps when a gradient is not finite. Does not decide update rules. Keeps invariant 10.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
+from torchtitan.components.optimizer.utils import (
+    get_flat_optim_state_dict,
+    init_optim_state,
+    load_flat_optim_state_dict,
+)
+from torchtitan.tools.logging import logger
+
+from torchtitan_dmuon.matrices import canonical_name
+from torchtitan_dmuon.muon import Muon, set_layout, settings_of
+from torchtitan_dmuon.newton_schulz import flops
+from torchtitan_dmuon.runtime.optimizer import OwnedOptimizer
+from torchtitan_dmuon.runtime.owned import OwnedMatrices
+from torchtitan_dmuon.titan.config import assign_parameters
+from torchtitan_dmuon.titan.gather_muon import GatherMuon
+from torchtitan_dmuon.titan.models import owned_specs
+from torchtitan_dmuon.titan.parallelize import owned_of
+
+_FROM_CONTAINER = ("fused", "foreach")  # what the container adds to every group and matrix optimizers do not know
+
+
+class DMuon(OwnedOptimizer):
+    """The owned optimizer under the name that `lr/DMuon` is logged by."""
+
+
+class DMuonOptimizersContainer(OptimizersContainer):
+    @dataclass(kw_only=True, slots=True)
+    class Config(OptimizersContainer.Config):
+        pass
+
+    def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
+        self._groups = config.param_groups
+        self._model = model_parts[0]
+        self.update_seconds = 0.0
+        super().__init__(config, model_parts=model_parts)
+        self.optimizers.sort(key=lambda o: not isinstance(o, OwnedOptimizer))  # its publishes hide behind the others
+
+    @property
+    def owned(self) -> OwnedMatrices | None:
+        return owned_of(self._model)
+
+    @property
+    def owned_optimizer(self) -> OwnedOptimizer | None:
+        return next((o for o in self.optimizers if isinstance(o, OwnedOptimizer)), None)
+
+    @staticmethod
+    def _build_param_groups(
+        model: nn.Module, param_group_configs: list[ParamGroupConfig], impl_kwargs: dict[str, Any]
+    ) -> tuple[dict[str, list[dict[str, Any]]], dict[str, list[str]]]:
+        """The stock rule (first match wins) over canonical names, with what a matrix optimizer cannot take left to
+        later groups."""
+        params = {canonical_name(n): p for n, p in model.named_parameters() if p.requires_grad}
+        assignment = assign_parameters(
+            {n: tuple(p.shape) for n, p in params.items()}, [(g.pattern, g.optimizer_name) for g in param_group_configs]
+        )
+        groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
+        patterns: dict[str, list[str]] = defaultdict(list)
+        for config, names in zip(param_group_configs, assignment.groups, strict=True):
+            group = {"params": [params[n] for n in names], "param_names": list(names)}
+            groups[config.optimizer_name].append({**group, **impl_kwargs, **config.optimizer_kwargs})
+            patterns[config.optimizer_name].append(config.pattern)
+        if assignment.fell_through:
+            names = [n for n, _ in assignment.fell_through]
+            logger.info(
+                f"{len(names)} parameters with fewer than 2 dimensions fell through to a later group: {names[0]}, ..."
+            )
+        return groups, patterns
+
+    def _resolve_optimizer_factory(self, name: str) -> Callable[..., Any]:  # type: ignore[override]
+        if name == "DMuon":
+            return self._build_owned
+        if name == "GatherMuon":
+            return self._build_gathering
+        return OptimizersContainer._resolve_optimizer_factory(name)
+
+    def _build_owned(self, groups: list[dict[str, Any]], **kwargs: Any) -> Any:
+        names = [set(g["param_names"]) for g in groups]
+        options = [_options_of(g) for g in groups]
+        if self.owned is None:  # a seed checkpoint: one process, nothing parallelized, and no step
+            return self._build_gathering(groups, **kwargs)
+        rules = [(lambda n, mine=mine: n in mine, option) for mine, option in zip(names, options, strict=True)]
+        return self.owned.build_optimizer(Muon, groups=rules, optimizer_cls=DMuon, **kwargs)
+
+    def _build_gathering(self, groups: list[dict[str, Any]], **kwargs: Any) -> Any:
+        for group in groups:
+            layouts = {s.name: s.layout for s in owned_specs(self._model, group["param_names"])}
+            for name, param in zip(group["param_names"], group["params"], strict=True):
+                set_layout(param, layouts[name])
+        return GatherMuon([{k: v for k, v in g.items() if k not in _FROM_CONTAINER} for g in groups], **kwargs)
+
+    def _log_optimizer(self, optimizer: Any, part_idx: int, patterns: list[str]) -> None:
+        super()._log_optimizer(optimizer, part_idx, patterns)
+        for line in describe_optimizer(optimizer, self.owned):
+            logger.info(line)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        # Not super().step(): torch wraps `step` of every optimizer class, so step hooks would run twice.
+        assert closure is None, "OptimizersContainer does not support closures"
+        begin = time.perf_counter()
+        owned = self.owned
+        finite = True
+        if owned is not None:
+            owned.engine.finish_reduces()
+            finite = owned.engine.gradients_are_finite()
+        for optimizer in self.optimizers:
+            if finite or isinstance(optimizer, OwnedOptimizer):  # the owned one skips by itself
+                optimizer.step()
+        if not finite:
+            logger.warning("a gradient is not finite: the step is skipped on every rank")
+        self.update_seconds = time.perf_counter() - begin
+
+    def state_dict(self) -> dict[str, Any]:
+        result: dict[str, Any] = {}
+        for optimizer in self.optimizers:
+            inner = _inner(optimizer)
+            init_optim_state(inner)
+            result.update(get_flat_optim_state_dict(inner))
+        return result
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for optimizer in self.optimizers:
+            inner = _inner(optimizer)
+            init_optim_state(inner)
+            before = [dict(g) for g in inner.param_groups]
+            load_flat_optim_state_dict(inner, state_dict)
+            for group, old in zip(inner.param_groups, before, strict=True):
+                for key, value in old.items():  # a rank that owns nothing of a group finds no options for it
+                    group.setdefault(key, value)
+            if isinstance(optimizer, OwnedOptimizer):
+                optimizer.share()
+
+
+def _inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    return optimizer.inner if isinstance(optimizer, OwnedOptimizer) else optimizer
+
+
+def _options_of(group: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in group.items() if k not in ("params", "param_names", *_FROM_CONTAINER)}
+
+
+def describe_optimizer(optimizer: torch.optim.Optimizer, owned: OwnedMatrices | None) -> list[str]:
+    """What an optimizer has in the whole cluster: parameters, matrices, elements, NS FLOPs of a step."""
+    name = type(optimizer).__name__
+    if isinstance(optimizer, OwnedOptimizer):
+        assert owned is not None
+        pieces = list(owned.plan.pieces)
+        matrices = [m for p in pieces for m in p.matrices()]
+        count, elements = len(owned.names), sum(p.numel for p in pieces)
+        settings = settings_of(optimizer.param_groups[0])
+    elif isinstance(optimizer, GatherMuon):
+        params = [p for g in optimizer.param_groups for p in g["params"]]
+        from torchtitan_dmuon.muon import layout_of
+
+        matrices = [m for p in params for m in layout_of(p).shapes(p.shape)]
+        count, elements = len(params), sum(p.numel() for p in params)
+        settings = settings_of(optimizer.param_groups[0])
+    else:
+        params = [p for g in optimizer.param_groups for p in g["params"]]
+        return [f"{name}: {len(params)} parameters, {sum(p.numel() for p in params):,} elements"]
+    from torchtitan_dmuon.titan.platform import on_cpu
+
+    work = sum(flops(m, n, settings, "cpu" if on_cpu() else "cuda") for m, n in matrices)
+    return [
+        f"{name}: {count} parameters, {len(matrices)} matrices, {elements:,} elements, "
+        f"{work / 1e9:,.1f} GFLOP of Newton-Schulz per step"
+    ]

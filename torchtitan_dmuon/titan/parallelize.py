@@ -1,0 +1,143 @@
+"""Owned matrices in a TorchTitan model: wraps a ModelSpec's parallelize function.
+
+Decides: how a Trainer.Config's optimizer groups and [dmuon] table become a call of `own_matrices`. Does not decide what
+TorchTitan shards; FSDP2 only leaves the owned parameters alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from torchtitan_dmuon.matrices import canonical_name
+from torchtitan_dmuon.muon import settings_of
+from torchtitan_dmuon.newton_schulz import flops
+from torchtitan_dmuon.ownership import CostModel
+from torchtitan_dmuon.runtime.owned import OwnedMatrices, RankGrid, own_matrices
+from torchtitan_dmuon.titan import seams
+from torchtitan_dmuon.titan.config import DMuonConfig, assign_parameters
+from torchtitan_dmuon.titan.initialization import draw_rows
+from torchtitan_dmuon.titan.models import owned_specs
+
+_ATTRIBUTE = "_dmuon_owned"  # where the optimizer container, which is built from the model alone, finds it
+
+
+def owned_of(model: nn.Module) -> OwnedMatrices | None:
+    """The owned matrices of a parallelized model, or None if it has none."""
+    return model.__dict__.get(_ATTRIBUTE)
+
+
+def with_owned_matrices(spec: Any, config: Any) -> Any:
+    """A ModelSpec whose models have one owner for each matrix that ``config`` gives to the optimizer "DMuon"."""
+    parallelize = spec.parallelize_fn
+
+    @functools.wraps(parallelize)
+    def wrapped(model: nn.Module, *, parallel_dims: Any, **kwargs: Any) -> nn.Module:
+        shapes = {n: tuple(p.shape) for n, p in model.named_parameters() if p.requires_grad}
+        groups = config.optimizer.param_groups
+        assignment = assign_parameters(shapes, [(g.pattern, g.optimizer_name) for g in groups])
+        names = [n for g, taken in zip(groups, assignment.groups) if g.optimizer_name == "DMuon" for n in taken]
+        specs = owned_specs(model, names)
+        wanted = {s.name for s in specs}
+
+        def owned_parameters() -> list[nn.Parameter]:
+            return [p for n, p in model.named_parameters() if canonical_name(n) in wanted]
+
+        with seams.fsdp_ignoring(owned_parameters) as sharded:
+            model = parallelize(model, parallel_dims=parallel_dims, **kwargs)
+        order = {module: i for i, module in enumerate(model.modules())}
+        owned = own_matrices(
+            model,
+            _grid(parallel_dims),
+            select=specs,
+            units=sorted((m for m in dict.fromkeys(sharded) if m is not model), key=order.__getitem__),
+            **_options(config, kwargs["training"], kwargs["parallelism"]),
+        )
+        _route_init(owned, torch.initial_seed())
+        model.__dict__[_ATTRIBUTE] = owned
+        return model
+
+    return dataclasses.replace(spec, parallelize_fn=wrapped)
+
+
+def _grid(parallel_dims: Any) -> RankGrid:
+    from torchtitan.tools import utils
+
+    return RankGrid(tuple(range(parallel_dims.world_size)), parallel_dims.dp_shard, utils.device_type)
+
+
+def _options(config: Any, training: Any, parallelism: Any) -> dict[str, Any]:
+    from torchtitan.config import TORCH_DTYPE_MAP
+    from torchtitan.distributed.fsdp import get_fsdp_reshard_after_forward_policy
+    from torchtitan.tools import utils
+
+    dmuon: DMuonConfig = config.dmuon
+    policy = MixedPrecisionPolicy(
+        param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
+        reduce_dtype=TORCH_DTYPE_MAP[dmuon.grad_reduce_dtype],
+    )
+    return {
+        "mp_policy": policy,
+        "reshard_after_forward": get_fsdp_reshard_after_forward_policy(
+            parallelism.fsdp_reshard_after_forward, pp_enabled=False
+        ),
+        "gradient_divide_factor": 1.0,  # TorchTitan divides the loss by the global token count instead
+        "ownership": dmuon.ownership,
+        "balance": dmuon.balance,
+        "cost": _cost(config),
+        "routing": dmuon.routing,
+        "holders": dmuon.holders,
+        "publish": dmuon.publish,
+        "prefetch": dmuon.prefetch,
+        "ranks_per_node": dmuon.ranks_per_node,
+        "device": utils.get_local_device(),
+        "timeout": datetime.timedelta(seconds=config.comm.init_timeout_seconds),
+    }
+
+
+def _cost(config: Any) -> CostModel:
+    """FLOPs of the Newton-Schulz that the first DMuon group runs, or measured seconds."""
+    from torchtitan_dmuon.muon import Muon
+    from torchtitan_dmuon.titan.platform import on_cpu
+
+    if config.dmuon.cost_file:
+        return CostModel.from_file(config.dmuon.cost_file)
+    kwargs = next(g.optimizer_kwargs for g in config.optimizer.param_groups if g.optimizer_name == "DMuon")
+    probe = Muon([torch.zeros(1, 1)], **kwargs)
+    settings = settings_of(probe.param_groups[0])
+    return CostModel(flops=functools.partial(flops, settings=settings, device_type="cpu" if on_cpu() else "cuda"))
+
+
+def _route_init(owned: OwnedMatrices, seed: int) -> None:
+    """Owned parameters are drawn on their owners, by their own init functions, wherever `init_states` runs."""
+    from torchtitan.models.common.param_init import skip_param_init
+
+    for param in owned.owned_parameters():
+        module, attribute = param.slots[0]
+        table = module._param_init
+        if table is None or table.get(attribute) in (None, skip_param_init):
+            raise RuntimeError(f"{param.name}: {type(module).__qualname__} has no init function for it")
+        init = getattr(table[attribute], "original", table[attribute])
+
+        def place(_placeholder: torch.Tensor, param: Any = param, init: Any = init) -> None:
+            owned.fill(
+                param.name,
+                lambda piece: draw_rows(
+                    init,
+                    param.name,
+                    seed,
+                    param.spec.shape,
+                    piece.start,
+                    piece.stop,
+                    dtype=torch.float32,
+                    device=owned.engine.device,
+                ),
+            )
+
+        module._param_init = {**table, attribute: place}

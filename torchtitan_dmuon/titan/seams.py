@@ -1,0 +1,77 @@
+"""The names that are replaced inside TorchTitan 0.3.0 while one of our calls runs, and put back after it.
+
+Decides: nothing but where TorchTitan is entered. Each context manager says why there is no other way in, and fails
+loudly when the seam has moved. (Replacements for machines without an accelerator are in `platform.py`.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torch import nn
+
+READ_IN = "torchtitan 0.3.0"
+
+
+@contextlib.contextmanager
+def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+    """``module.name`` is ``value`` inside the block. RuntimeError if the module has no such name."""
+    if not hasattr(module, name):
+        raise RuntimeError(f"{module.__name__} has no {name!r}: the seam read in {READ_IN} has moved")
+    original = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, original)
+
+
+@contextlib.contextmanager
+def fsdp_ignoring(parameters_of: Callable[[], Iterable[nn.Parameter]]) -> Iterator[list[nn.Module]]:
+    """`fully_shard` inside `torchtitan.distributed.fsdp` leaves these parameters alone; yields the modules it is called on.
+
+    Every decoder is sharded there, and no config reaches the call (distributed/fsdp.py:98). The parameters are asked
+    for at each call, because parallelizing registers new ones in between.
+    """
+    import torchtitan.distributed.fsdp as fsdp
+
+    sharded: list[nn.Module] = []
+    original = fsdp.fully_shard
+
+    def fully_shard(module: Any, **kwargs: Any) -> Any:
+        sharded.extend(module if isinstance(module, list | tuple) else [module])
+        kwargs["ignored_params"] = {*(kwargs.get("ignored_params") or ()), *parameters_of()}
+        return original(module, **kwargs)
+
+    with replaced(fsdp, "fully_shard", fully_shard):
+        yield sharded
+
+
+@contextlib.contextmanager
+def clip_by(clip: Callable[[Iterable[nn.Parameter], float], Any]) -> Iterator[None]:
+    """`clip_grad_norm_` of the train step is ours: TorchTitan's cannot mix plain and sharded gradients (trainer.py:940)."""
+    import torchtitan.distributed.utils as utils
+
+    def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float, *_: Any, **__: Any) -> Any:
+        return clip(parameters, max_norm)
+
+    with replaced(utils, "clip_grad_norm_", clip_grad_norm_):
+        yield
+
+
+@contextlib.contextmanager
+def also_set_timeouts(of_groups: Callable[[Any], None]) -> Iterator[None]:
+    """When the Trainer shortens the timeouts of its groups after the first step, ``of_groups(timeout)`` follows
+    (trainer.py:1062 sets those of the mesh alone)."""
+    import torchtitan.distributed.utils as utils
+
+    original = utils.set_pg_timeouts
+
+    def set_pg_timeouts(timeout: Any, parallel_dims: Any) -> None:
+        original(timeout=timeout, parallel_dims=parallel_dims)
+        of_groups(timeout)
+
+    with replaced(utils, "set_pg_timeouts", set_pg_timeouts):
+        yield
