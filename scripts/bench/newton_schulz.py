@@ -49,7 +49,7 @@ def torch_function(stack_BMN: torch.Tensor, settings: NewtonSchulz) -> torch.Ten
 
 
 def best_seconds(calls: dict[str, Callable[[], object]], device: torch.device, budget: float) -> dict[str, float]:
-    """Seconds of each call's best round: all calls in turn per round, 3 rounds or ``budget`` seconds, whichever is more."""
+    """Seconds of each call's best round: all calls in turn, for 3 rounds or ``budget`` seconds, whichever is more."""
     clock = time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
     rounds: dict[str, list[float]] = {name: [] for name in calls}
     start = None
