@@ -238,6 +238,16 @@ def test_batched_is_looped(dtype, bound):
         assert relative(runs[1][i] - start[i], alone - start[i]) < bound
 
 
+@pytest.mark.parametrize("ns_dtype", ["float32", "bfloat16"])
+def test_unbatched_does_not_depend_on_the_others(ns_dtype):
+    """What makes an update independent of the ownership plan; odd shapes, where batched kernels do differ in bits."""
+    for m, n in [(5, 7), (33, 65), (16, 1)]:
+        alone, among = param(m, n), [param(m, n), param(m, n, seed=1), param(m, n, seed=2)]
+        train(Muon([alone], batch_bytes=0, ns_dtype=ns_dtype), [alone], 3)
+        train(Muon(among, batch_bytes=0, ns_dtype=ns_dtype), among, 3)
+        assert torch.equal(alone, among[0])
+
+
 def test_batches_join_groups_of_other_rates():
     p, q = param(8, 12), param(8, 12, seed=1)
     both = Muon([{"params": [p], "lr": 0.1}, {"params": [q], "lr": 0.001, "weight_decay": 0.0}, {"params": []}],
