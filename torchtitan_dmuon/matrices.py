@@ -16,16 +16,14 @@ from dataclasses import dataclass
 
 import torch
 
-# Wrappers that add a component to parameter names without changing the model: activation checkpointing,
-# torch.compile and DistributedDataParallel.
-_WRAPPER_COMPONENTS = ("_checkpoint_wrapped_module", "_orig_mod", "module")
+# Components that activation checkpointing and torch.compile add to parameter names without changing the model.
+_WRAPPER_COMPONENTS = ("_checkpoint_wrapped_module", "_orig_mod")
 
 
 def canonical_name(name: str) -> str:
     """``layers.0._checkpoint_wrapped_module.w.weight`` -> ``layers.0.w.weight``."""
-    parts = name.split(".")
-    inner = [p for p in parts if p not in _WRAPPER_COMPONENTS[:2]]
-    while inner and inner[0] == "module":  # DistributedDataParallel, only ever outermost
+    inner = [part for part in name.split(".") if part not in _WRAPPER_COMPONENTS]
+    while inner and inner[0] == "module":  # DistributedDataParallel, only ever outermost: elsewhere it is a user's name
         inner = inner[1:]
     return ".".join(inner)
 
@@ -49,6 +47,8 @@ class MatrixLayout:
             raise ValueError(f"{name}: a matrix layout needs a 2-D tensor, got shape {tuple(shape_MN)}")
         if self.groups < 1 or any(r < 1 for r in self.rows):
             raise ValueError(f"{name}: groups and block rows must be positive, got {self}")
+        if self.groups > 1 and not self.rows:
+            raise ValueError(f"{name}: {self.groups} groups without rows; say how many rows each matrix has in a group")
         if self.rows and self.groups * sum(self.rows) != shape_MN[0]:
             raise ValueError(
                 f"{name}: blocks of {self.groups} x {self.rows} rows cover {self.groups * sum(self.rows)} rows, "
@@ -68,7 +68,9 @@ class MatrixLayout:
         return [block.reshape(-1, tensor_MN.shape[1]) for block in runs.split(self.rows, dim=1)]
 
     def join(self, matrices: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Inverse of :meth:`split`."""
+        """Inverse of :meth:`split`. Raises ValueError on another number of matrices."""
+        if len(matrices) != max(1, len(self.rows)):
+            raise ValueError(f"got {len(matrices)} matrices to join, expected {max(1, len(self.rows))} for {self}")
         if not self.rows:
             return matrices[0]
         n = matrices[0].shape[1]
@@ -111,7 +113,7 @@ class Piece:
 
     @property
     def key(self) -> str:
-        """Unique and sortable by (name, start)."""
+        """Unique; keys of one parameter sort by start."""
         return f"{self.name}[{self.start:06d}]"
 
     @property

@@ -433,7 +433,7 @@ def _spread_units(
 ) -> list[int]:
     """Trade pieces of equal cost and size between owners, so that one unit's gathers come from many sources.
 
-    Unit by unit, largest pieces first, a piece goes to the source that gives the unit the fewest bytes so far, then to
+    Largest kind first, unit by unit, a piece goes to the source that has given the unit the fewest bytes, then to
     the one with the most places left. Every owner keeps how many pieces of each kind it has, hence its cost and bytes.
     """
     kind_of = list(zip([p.numel for p in pieces], costs, strict=True))
@@ -443,7 +443,7 @@ def _spread_units(
     n_nodes = mesh.node(mesh.world - 1) + 1
     for by_source in places.values():
         for source, held in by_source.items():
-            # Popped from the end: owners in turn, sources starting at different nodes, so that a unit spreads over them.
+            # Popped from the end: owners in turn, sources starting at different nodes, for units to spread there too.
             turn: dict[int, int] = {}
             keyed = []
             for owner in sorted(held):
@@ -452,20 +452,20 @@ def _spread_units(
             by_source[source] = [owner for *_, owner in sorted(keyed, reverse=True)]
 
     spread = list(owners)
-    order = sorted(range(len(pieces)), key=lambda i: (units[i], -kind_of[i][0], -kind_of[i][1], i))
-    for _, of_unit in groupby(order, key=lambda i: units[i]):
-        given: dict[int, int] = {}
-        for kind, alike in groupby(of_unit, key=lambda i: kind_of[i]):
-            heap = [(given.get(source, 0), -len(left), source) for source, left in places[kind].items() if left]
-            heapq.heapify(heap)
-            for i in alike:
-                total, left, source = heap[0]
-                spread[i] = places[kind][source].pop()
-                given[source] = total + kind[0]
-                if left == -1:
-                    heapq.heappop(heap)
-                else:
-                    heapq.heapreplace(heap, (given[source], left + 1, source))
+    given: dict[tuple[int, int], int] = {}  # bytes by (unit, source)
+    order = sorted(range(len(pieces)), key=lambda i: (-kind_of[i][0], -kind_of[i][1], units[i], i))
+    for (size, cost, unit), alike in groupby(order, key=lambda i: (*kind_of[i], units[i])):
+        by_source = places[size, cost]
+        heap = [(given.get((unit, source), 0), -len(left), source) for source, left in by_source.items() if left]
+        heapq.heapify(heap)
+        for i in alike:
+            total, left, source = heap[0]
+            spread[i] = by_source[source].pop()
+            given[unit, source] = total + size
+            if left == -1:
+                heapq.heappop(heap)
+            else:
+                heapq.heapreplace(heap, (total + size, left + 1, source))
     return spread
 
 

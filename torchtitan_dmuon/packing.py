@@ -27,6 +27,9 @@ _NEAREST = 12
 _CLOSE = 10_000
 # Bins times kinds of items beyond which first fit is not tried: it takes that many looks, a dozen times over.
 _FILL_LIMIT = 200_000
+# Few items that missed the bound are also placed by a search over all placements, within this many looks.
+_SEARCHED_ITEMS = 24
+_SEARCH_LOOKS = 20_000
 
 Bin = tuple[int, ...]  # kinds of the items in a bin, ascending, repeated
 
@@ -48,7 +51,8 @@ def pack(weights: Sequence[int], sizes: Sequence[int], n: int, size_cap: int | N
     """Item indices per bin, n bins. None when no packing was found that keeps every bin's size within ``size_cap``.
 
     Longest first and first fit decreasing, each improved by exchanges between bins until the packing bound or no
-    improvement; the lighter result wins, then exchanges that keep it make the largest bin smaller.
+    improvement; few items are also searched. The lighter result wins, then exchanges that keep it make the largest bin
+    smaller.
     """
     kinds = sorted({(w, s) for w, s in zip(weights, sizes, strict=True)}, reverse=True)
     index_of = {kind: k for k, kind in enumerate(kinds)}
@@ -72,6 +76,9 @@ def pack(weights: Sequence[int], sizes: Sequence[int], n: int, size_cap: int | N
                 best, heaviest = bins, _heaviest(bins, by_weight)
     if best is None:
         return None
+    if heaviest > bound and len(weights) <= _SEARCHED_ITEMS:
+        best = _search(best, by_weight, by_size, bound, cap)
+        heaviest = _heaviest(best, by_weight)
     best = _exchange(best, by_size, by_weight, -(-sum(sizes) // n), heaviest)
     queues = [iter(m) for m in members]
     return [[next(queues[k]) for k in kinds_in_bin] for kinds_in_bin in best]
@@ -149,6 +156,38 @@ def _fill(
         bins.append(tuple(held))
         live = [kind for kind in live if left[kind]]
     return None if live else bins
+
+
+def _search(bins: Sequence[Bin], weight: Sequence[int], size: Sequence[int], bound: int, cap: int) -> list[Bin]:
+    """Better bins by depth-first search over all placements; optimal unless it runs out of looks."""
+    items = sorted(k for b in bins for k in b)  # heaviest first
+    best, lightest, looks = list(bins), _heaviest(bins, weight), _SEARCH_LOOKS
+    held: list[list[int]] = [[] for _ in bins]
+    load, filled = [0] * len(bins), [0] * len(bins)
+
+    def place(at: int) -> None:
+        nonlocal best, lightest, looks
+        if at == len(items):
+            best, lightest = [tuple(b) for b in held], max(load)
+            return
+        k = items[at]
+        tried = set()
+        for b in sorted(range(len(load)), key=lambda b: (-load[b], b)):  # fullest first: the others stay free for more
+            alike = (load[b], filled[b])
+            if alike in tried or load[b] + weight[k] >= lightest or filled[b] + size[k] > cap:
+                continue
+            tried.add(alike)
+            looks -= 1
+            if looks < 0 or lightest <= bound:
+                return
+            held[b].append(k)
+            load[b], filled[b] = load[b] + weight[k], filled[b] + size[k]
+            place(at + 1)
+            held[b].pop()
+            load[b], filled[b] = load[b] - weight[k], filled[b] - size[k]
+
+    place(0)
+    return best
 
 
 def _exchange(bins: Sequence[Bin], weight: Sequence[int], other: Sequence[int], bound: int, cap: int) -> list[Bin]:
