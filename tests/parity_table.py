@@ -61,7 +61,7 @@ class Case:
 
 @dataclass
 class Outcome:
-    """By parameter name: reduced gradients of step 0 before its clip, momentum after step 0, weights before and after."""
+    """By parameter name: reduced gradients and momentum of step 0 (before clip and NS), weights before and after."""
 
     norms: list[float]
     losses: list[float]
@@ -164,10 +164,8 @@ def _train(case: Case, rank: int) -> Outcome:
         rest.step()
         rest.zero_grad()
         if step == 0:
-            momenta = {
-                k: matrix.state[p]["momentum_buffer"].clone() for u in owned.engine.units for k, p in u.master_of.items()
-                if "momentum_buffer" in matrix.state.get(p, {})
-            }  # fmt: skip
+            pieces = [(k, matrix.state.get(p, {})) for u in owned.engine.units for k, p in u.master_of.items()]
+            momenta = {k: state["momentum_buffer"].clone() for k, state in pieces if "momentum_buffer" in state}
     outcome = Outcome(norms, losses, gradients, momenta, initial, {k: v.clone() for k, v in masters.items()})
     owned.close()
     return outcome
@@ -321,7 +319,8 @@ def main() -> None:
         reshard = "always" if dict(case.options).get("reshard_after_forward", True) else "never"
         shown = "  ".join(f"{found[k]:.1e}" for k in ("gradient", "momentum", "norm", "weight", "update"))
         print(
-            f"{case.replicas}x{case.shards}   {case.world // case.ranks_per_node:<5}  {case.micros:<3}  {case.compute:<9} "
+            f"{case.replicas}x{case.shards}   {case.world // case.ranks_per_node:<5}  {case.micros:<3}  "
+            f"{case.compute:<9} "
             f"{case.optimizer:<10} {reshard:<8} {case.checkpointing or 'none':<10}  {shown}"
         )
 

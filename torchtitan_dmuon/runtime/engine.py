@@ -95,6 +95,11 @@ class Engine:
             self._reduces.reset()
         self.free_all()
 
+    def pass_failed(self) -> None:
+        """A backward raised: forget what it had not issued."""
+        self._reduces.reset()
+        self.free_all()
+
     # ---- gather ----
 
     def _gather(self, index: int) -> None:

@@ -35,6 +35,7 @@ class Engine(Protocol):
     def done(self, unit: Unit, in_backward: bool) -> None: ...
     def gradients_ready(self, unit: Unit) -> None: ...
     def backward_over(self, any_gradient: bool) -> None: ...
+    def pass_failed(self) -> None: ...
 
 
 def in_backward() -> bool:
@@ -121,10 +122,10 @@ class _UnitHooks:
                 base.register_hook(prepare)
 
     def touch(self) -> None:
+        self.hooks.watch_backward()  # first: it forgets a backward that failed
         task = torch._C._current_graph_task_id()
         if self.task != task:
             self.task, self.expected, self.seen = task, None, 0
-        self.hooks.watch_backward()
 
     def pre_backward(self, enter: int, exit_: int) -> None:
         self.touch()
@@ -162,13 +163,17 @@ class Hooks:
         self.any_gradient = False
         self.by_unit = [_UnitHooks(self, unit) for unit in engine.units]
         self._token: Callable[[], _Token | None] = lambda: None
+        self._backward_open = False
         self._root_depth = 0
         self.handles: list[Any] = []
         for state in self.by_unit:
             for module in modules_of[state.unit.index]:
                 self._register(module, state)
             for param in state.unit.params:
+                trains = param.weight.requires_grad
+                param.weight.requires_grad_(True)  # a hook needs it; a frozen weight may be trained later
                 param.weight.register_post_accumulate_grad_hook(lambda _p, s=state: s.post_accumulate())
+                param.weight.requires_grad_(trains)
         self._register_root(root)
 
     def _register(self, module: nn.Module, state: _UnitHooks) -> None:
@@ -208,7 +213,11 @@ class Hooks:
         self.handles.append(root.register_forward_hook(post, always_call=True))
 
     def _drop_failed_pass(self) -> None:
-        """A forward begins outside a backward: what a failed forward or backward left behind goes."""
+        """A pass begins: what a failed forward or backward left behind goes. Sums of units that a backward had reduced
+        before it failed stay until `zero_grad`, as ordinary gradients do."""
+        if self._backward_open:
+            self._backward_open = False
+            self.engine.pass_failed()
         for state in self.by_unit:
             state.reset()
             for param in state.unit.params:
@@ -222,13 +231,16 @@ class Hooks:
         whose callbacks were therefore dropped, does not count as watched."""
         if self._token() is not None:
             return
+        if self._backward_open:
+            self._drop_failed_pass()
+        self._backward_open = True
         token = _Token()
         self._token = weakref.ref(token)
         self.any_gradient = False
         self.engine.backward_begins()
 
         def over(token: _Token = token) -> None:
-            self._token = lambda: None
+            self._token, self._backward_open = lambda: None, False
             for state in self.by_unit:
                 state.reset()
             self.engine.backward_over(self.any_gradient)

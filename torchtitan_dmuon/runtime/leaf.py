@@ -1,11 +1,11 @@
-"""A module that holds owned weights, as seen by `to_empty`, `state_dict` and `load_state_dict`.
+"""A module that holds owned weights, as seen by `to_empty`, `state_dict`, `load_state_dict` and `zero_grad`.
 
-Decides: how the three ordinary walks over a module's parameters meet weights that are not there. Device moves and
+Decides: how the ordinary walks over a module's parameters meet weights that are not there. Device moves and
 dtype casts pass them by (the runtime owns their memory). A state dict holds the fp32 master, on its owner only
 (DESIGN section 6, "State"); a load writes masters and marks the holders' copies stale.
 
 The walks are met by per-instance overrides of `Module._apply`, `_save_to_state_dict` and `_load_from_state_dict`, the
-methods `torch.nn.Module` calls for each submodule; no class is changed.
+methods `torch.nn.Module` calls for each submodule, and of the root's `zero_grad`; no class is changed.
 """
 
 from __future__ import annotations
@@ -92,3 +92,14 @@ def adapt_leaf(module: nn.Module, owned: dict[str, OwnedParameter], store: Maste
     module._apply = types.MethodType(_apply, module)  # type: ignore[method-assign]
     module._save_to_state_dict = types.MethodType(_save_to_state_dict, module)  # type: ignore[method-assign]
     module._load_from_state_dict = types.MethodType(_load_from_state_dict, module)  # type: ignore[method-assign]
+
+
+def adapt_root(model: nn.Module, drop_gradients: Callable[[], None]) -> None:
+    """`model.zero_grad()` also forgets owned gradients: they are not in the modules, so the walk would miss them."""
+    zero = model.zero_grad
+
+    def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
+        zero(set_to_none)
+        drop_gradients()
+
+    model.zero_grad = types.MethodType(zero_grad, model)  # type: ignore[method-assign]

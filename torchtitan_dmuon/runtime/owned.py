@@ -28,7 +28,7 @@ from ..topology import Topology, UnitLayout
 from .clip import clip_joint
 from .engine import PHASES, Engine
 from .hooks import Hooks
-from .leaf import adapt_leaf
+from .leaf import adapt_leaf, adapt_root
 from .optimizer import OptimizerFactory, OwnedOptimizer
 from .parameter import OwnedParameter
 from .transport import Transport, make_transport
@@ -213,6 +213,7 @@ class OwnedMatrices:
                 by_module.setdefault(module, {})[attribute] = param
         for module, owned in by_module.items():
             adapt_leaf(module, owned, self)
+        adapt_root(model, self.engine.drop_gradients)
 
     # ---- what a user asks ----
 
@@ -269,10 +270,12 @@ class OwnedMatrices:
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
-        """All owned weights in their modules, for reading outside a forward. A collective; no gradients."""
+        """All owned weights in their modules, for reading outside a forward. A collective; gradients are off, since a
+        graph would keep weights that are freed here."""
         self.engine.gather_all()
         try:
-            yield
+            with torch.no_grad():
+                yield
         finally:
             self.engine.free_all()
 

@@ -28,9 +28,10 @@ class GatherOrder:
         self._active = False
 
     def begin(self) -> None:
-        """A new pass starts."""
-        if self.sequence:
-            self._recording = False
+        """A new pass starts. One that failed is not a record."""
+        if self._recording:
+            self.sequence.clear()
+            self._position.clear()
         self._cursor, self._active = 0, True
 
     def request(self, unit: int) -> None:
@@ -56,6 +57,8 @@ class GatherOrder:
             for skipped in self.sequence[self._cursor :]:
                 self._gather(skipped)
                 self._release(skipped)
+        if self._active and self.sequence:
+            self._recording = False
         self._active = False
 
 
