@@ -121,24 +121,24 @@ def assign_parameters(shapes: Mapping[str, Sequence[int]], groups: Sequence[tupl
         try:
             regex = re.compile(pattern)
         except re.error as error:
-            raise ConfigError(f"pattern {pattern!r} is not a regular expression: {error}", path) from None
+            raise ConfigError(f"pattern '{pattern}' is not a regular expression: {error}", path) from None
         matched = [name for name in names if regex.search(name)]
         if not matched:
             raise ConfigError(
-                f"pattern {pattern!r} matches no parameter; names look like {', '.join(_spread(list(names)))}", path
+                f"pattern '{pattern}' matches no parameter; names look like {', '.join(_spread(list(names)))}", path
             )
         free = [name for name in matched if name not in owner]
         if not free:
             first = groups[owner[matched[0]]][0]
             raise ConfigError(
-                f"pattern {pattern!r} is left without a parameter: earlier groups (such as {first!r}) take all "
+                f"pattern '{pattern}' is left without a parameter: earlier groups (such as '{first}') take all "
                 f"{len(matched)} it matches; the first match wins",
                 path,
             )
         mine = [n for n in free if optimizer_name not in MATRIX_OPTIMIZERS or len(names[n]) >= 2]
         if not mine:
             raise ConfigError(
-                f"pattern {pattern!r} matches only parameters with fewer than 2 dimensions ({free[0]}, ...), which "
+                f"pattern '{pattern}' matches only parameters with fewer than 2 dimensions ({free[0]}, ...), which "
                 f"{optimizer_name} cannot take",
                 path,
             )

@@ -74,11 +74,11 @@ class Merger:
         """One TOML value as the type ``hint``. ``current`` is what it replaces; a section merges into it."""
         choices = _choices(hint)
         classes = [t for t in choices.values() if _is_config_type(t)]
+        if value == NONE and type(None) in choices.values():
+            return None
         if _is_config(current) or classes:
             if isinstance(value, dict):
                 return self.table(path, hint, value, current)
-            if value == NONE and type(None) in choices.values():
-                return None
             if all(_is_config_type(t) or t is type(None) for t in choices.values()):
                 self.fail(path, f"{path[-1]!r} is a table: write [{'.'.join(path)}], not {path[-1]} = {value!r}")
         expected = []
@@ -99,7 +99,7 @@ class Merger:
         if option is Any or isinstance(option, (typing.TypeVar, str)):
             return True, _plain(value)
         if option is type(None):
-            return value == NONE, None if value == NONE else f'"{NONE}"'
+            return False, f'"{NONE}"'
         if origin is Literal:
             legal = [x for x in args if type(x) is type(value) and x == value]
             return (True, legal[0]) if legal else (False, "one of " + ", ".join(map(_toml_repr, args)))
@@ -206,10 +206,10 @@ def variants(hint: Any) -> dict[str, type]:
             cls = queue.pop(0)
             queue += cls.__subclasses__()
             owner = getattr(cls, "_owner", None)
-            if cls is option and owner is None:
-                found[cls.__qualname__] = cls
-            elif owner is not None and getattr(owner, "Config", None) is cls:  # not a stale slots=True original
+            if owner is not None and getattr(owner, "Config", None) is cls:  # not a stale slots=True original
                 found.setdefault(owner.__qualname__, cls)
+            elif cls is option:
+                found[cls.__qualname__] = cls
     return found
 
 

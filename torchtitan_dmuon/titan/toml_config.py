@@ -173,21 +173,23 @@ def _registry_config(source: Source) -> Any:
         message = f"module {module!r} has no config registry that can be imported.{cause} ({error})"
         raise ConfigError(message, "job.module") from None
     except ValueError as error:
-        found = [m for n, m in sys.modules.items() if n.endswith(f"{module}.config_registry")]
-        names = [n for m in found for n, v in vars(m).items() if isinstance(v, types.FunctionType) and n[0] != "_"]
+        found = [m for n, m in sys.modules.items() if n in (module, f"{module}.config_registry") or n in _paths(module)]
+        functions = [v for m in found for v in vars(m).values() if getattr(v, "__module__", "") == m.__name__]
+        names = [f.__name__ for f in functions if isinstance(f, types.FunctionType) and f.__name__[0] != "_"]
         if name in names:  # the function exists and raised
             raise ConfigError(f"{module}'s {name} failed: {error}", "job.config") from None
         raise ConfigError(f"module {module!r} has no config {name!r}.{nearest(name, names)}", "job.config") from None
     return base
 
 
+def _paths(module: str) -> list[str]:
+    """Where TorchTitan looks for the registry of a module with a short name."""
+    return [f"torchtitan.{place}.{module}.config_registry" for place in ("models", "experiments")]
+
+
 def _import_cause(module: str) -> str:
     """TorchTitan hides why an import failed; say it."""
-    for path in (
-        f"torchtitan.models.{module}.config_registry",
-        f"torchtitan.experiments.{module}.config_registry",
-        module,
-    ):
+    for path in (*_paths(module), module):
         try:
             importlib.import_module(path)
         except ModuleNotFoundError as error:

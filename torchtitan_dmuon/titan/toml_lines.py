@@ -67,8 +67,8 @@ class _Scanner:
         out: Path = ()
         for depth, part in enumerate(path):
             out = (*out, part)
+            self.note(out, self.line())
             if is_array and depth == len(path) - 1:
-                self.lines.setdefault(out, self.line())
                 index = self._counts[out] = self._counts.get(out, -1) + 1
                 return (*out, str(index))
             if out in self._counts:
