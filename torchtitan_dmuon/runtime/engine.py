@@ -345,6 +345,11 @@ class Engine:
             self.sent[phase, "intra_node" if near else "inter_node"] += tensor.numel() * tensor.element_size()
         return transport.exchange(sends, recvs)
 
+    def take_sent(self) -> dict[tuple[str, str], int]:
+        """Payload bytes this rank sent since the last call, by (phase, "intra_node" or "inter_node")."""
+        sent, self.sent = dict(self.sent), Counter()
+        return sent
+
     def close(self) -> None:
         for lane in self._lanes.values():
             lane.close()

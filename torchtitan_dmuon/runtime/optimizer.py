@@ -40,7 +40,8 @@ class OwnedOptimizer(torch.optim.Optimizer):
         mine = {p for g in self.inner.param_groups for p in g["params"]}
         self._by_unit = [[p for p in params if p in mine] for params in self._by_unit]
         self.skipped_steps = 0
-        self.update_seconds = 0.0
+        self.ns_calls = self.ns_flops = 0  # since construction, where the inner optimizer counts them
+        self._update_seconds = 0.0
         super().__init__(self.inner.param_groups, self.inner.defaults)
         self.share()
 
@@ -82,14 +83,22 @@ class OwnedOptimizer(torch.optim.Optimizer):
                 p.grad = grads.pop(p)
             if any(p.grad is not None for p in params):
                 self.inner.step()
+                if (stats := getattr(self.inner, "stats", None)) is not None:
+                    self.ns_calls += stats.ns_calls
+                    self.ns_flops += stats.ns_flops
             for p in params:
                 p.grad = None
             engine.publish(unit)
-        self.update_seconds = time.perf_counter() - begin
+        self._update_seconds += time.perf_counter() - begin
         engine.drop_gradients()
         if not engine.publish_async:
             engine.await_publishes()
         return loss
+
+    def take_update_seconds(self) -> float:
+        """Host seconds of updates, and of starting publishes, since the last call."""
+        seconds, self._update_seconds = self._update_seconds, 0.0
+        return seconds
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of owned parameters, also those reduced by backwards that no step followed."""

@@ -2,7 +2,7 @@
 
 Decides what the documents are, their order, and the 2,048-token BPE tokenizer trained on them; both are made once and
 kept in one folder that serves as `hf_assets_path` and as `dataloader.dataset_path`. Does not decide how documents
-become batches: that is TorchTitan's own text data loader, which learns the data set's name from `register_datasets`,
+become batches: that is TorchTitan's own text data loader, which learns the data set's name from `prepare_for`,
 called by the entry points and never by an import. Keeps: a folder whose `prepared.json` exists is complete and is never
 written again, so any number of runs and ranks may prepare and read it at once.
 """
@@ -173,12 +173,13 @@ def register_datasets() -> None:
 
 
 def prepare_for(config: Any) -> None:
-    """Prepare the data of a TorchTitan trainer config that names our data set; do nothing for any other data set.
+    """Prepare and register the data of a TorchTitan trainer config that names ours; do nothing for any other data set.
 
     Safe on all ranks at once: one works, the others wait. Call it before the trainer builds its tokenizer.
     """
     if config.dataloader.dataset.lower() == DATASET:
         prepare(config.dataloader.dataset_path or DEFAULT_FOLDER)
+        register_datasets()
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m torchtitan_dmuon.titan.data") -> int:

@@ -47,7 +47,7 @@ class DMuonOptimizersContainer(OptimizersContainer):
     def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
         self._groups = config.param_groups
         self._model = model_parts[0]
-        self.update_seconds = 0.0
+        self._update_seconds = 0.0
         super().__init__(config, model_parts=model_parts)
         self.optimizers.sort(key=lambda o: not isinstance(o, OwnedOptimizer))  # its publishes hide behind the others
 
@@ -123,7 +123,12 @@ class DMuonOptimizersContainer(OptimizersContainer):
                 optimizer.step()
         if not finite:
             logger.warning("a gradient is not finite: the step is skipped on every rank")
-        self.update_seconds = time.perf_counter() - begin
+        self._update_seconds += time.perf_counter() - begin
+
+    def take_update_seconds(self) -> float:
+        """Host seconds inside `step` since the last call."""
+        seconds, self._update_seconds = self._update_seconds, 0.0
+        return seconds
 
     def state_dict(self) -> dict[str, Any]:
         result: dict[str, Any] = {}

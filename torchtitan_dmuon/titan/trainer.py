@@ -13,12 +13,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
 from torchtitan_dmuon.runtime.owned import OwnedMatrices
 from torchtitan_dmuon.titan import seams
-from torchtitan_dmuon.titan.config import DMuonConfig, uses_dmuon
+from torchtitan_dmuon.titan.config import DMuonConfig, retype, uses_dmuon
+from torchtitan_dmuon.titan.metrics import DMuonMetricsProcessor
 
 
 class DMuonTrainer(Trainer):
@@ -32,12 +34,13 @@ class DMuonTrainer(Trainer):
             from torchtitan_dmuon.titan.parallelize import with_owned_matrices
 
             config.model_spec = with_owned_matrices(config.model_spec, config)
+        if type(config.metrics) is MetricsProcessor.Config:
+            config.metrics = retype(config.metrics, DMuonMetricsProcessor.Config)
         self._micro_batch = 0
         super().__init__(config)
         owned = self.owned
         if owned is not None:
             self._save_plan(owned)
-        self.metrics_processor.watch(self) if hasattr(self.metrics_processor, "watch") else None
 
     @property
     def owned(self) -> OwnedMatrices | None:
@@ -54,6 +57,8 @@ class DMuonTrainer(Trainer):
         return super().forward_backward_step(**kwargs)
 
     def train_step(self, data_iterator: Any) -> None:
+        if isinstance(self.metrics_processor, DMuonMetricsProcessor):
+            self.metrics_processor.step_begins()
         owned = self.owned
         if owned is None:
             return super().train_step(data_iterator)

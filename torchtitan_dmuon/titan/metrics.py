@@ -1,0 +1,87 @@
+"""TorchTitan's metrics processor with the runtime's figures beside its own.
+
+Decides: what is logged under `dmuon/`, as means over the steps since the last log and over all ranks. Collectives run
+on every rank, at the steps that are logged. Figures of the runtime are there for owned matrices only; step and update
+seconds for every optimizer, so that runs can be compared.
+
+    step_seconds                    wall time of a train step
+    update_seconds                  of it, in the optimizers' step: finite check, updates, issuing publishes
+    ns_share                        the owners' updates (Newton-Schulz and elementwise) over the step
+    exposed/{gather,reduce,publish}_seconds   the model's computation waited for communication
+    bytes/{intra_node,inter_node}   payload bytes a rank sent for owned parameters
+    owner_imbalance                 largest owner's cost over the mean, as planned
+    update_seconds_max_over_median  slowest rank's update against the median's
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torchtitan.components.metrics import MetricsProcessor
+
+from torchtitan_dmuon.runtime.optimizer import OwnedOptimizer
+
+_EXPOSED = ("gather", "reduce", "publish")
+_DISTANCES = ("intra_node", "inter_node")
+
+
+class DMuonMetricsProcessor(MetricsProcessor):
+    @dataclass(kw_only=True, slots=True)
+    class Config(MetricsProcessor.Config):
+        pass
+
+    def __init__(self, config: Config, **kwargs: Any) -> None:
+        super().__init__(config, **kwargs)
+        self._steps = 0
+        self._window_begins = time.perf_counter()
+
+    def step_begins(self) -> None:
+        """Called before each train step."""
+        if self._steps == 0:
+            self._window_begins = time.perf_counter()
+        self._steps += 1
+
+    def log(self, step: int, *args: Any, extra_metrics: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        super().log(step, *args, extra_metrics={**(extra_metrics or {}), **self._figures()}, **kwargs)
+
+    def _figures(self) -> dict[str, float]:
+        container = self.optimizers
+        if self._steps == 0 or not hasattr(container, "take_update_seconds"):
+            return {}
+        steps, self._steps = self._steps, 0
+        step_seconds = (time.perf_counter() - self._window_begins) / steps
+        mine = [container.take_update_seconds() / steps]
+        owned = container.owned
+        if owned is not None:
+            optimizer = container.owned_optimizer
+            assert isinstance(optimizer, OwnedOptimizer)
+            exposed, sent = owned.engine.exposure.take(), owned.engine.take_sent()
+            mine += [optimizer.take_update_seconds() / steps]
+            mine += [exposed.get(phase, 0.0) / steps for phase in _EXPOSED]
+            mine += [sum(n for (_, d), n in sent.items() if d == distance) / steps for distance in _DISTANCES]
+        ranks = self._gathered(mine)
+        mean = ranks.mean(dim=0).tolist()
+        figures = {"dmuon/step_seconds": step_seconds, "dmuon/update_seconds": mean[0]}
+        if owned is not None:
+            figures["dmuon/ns_share"] = mean[1] / step_seconds
+            figures |= {f"dmuon/exposed/{p}_seconds": v for p, v in zip(_EXPOSED, mean[2:5])}
+            figures |= {f"dmuon/bytes/{d}": v for d, v in zip(_DISTANCES, mean[5:7])}
+            figures["dmuon/owner_imbalance"] = owned.plan.imbalance
+            updates = ranks[:, 1]
+            figures["dmuon/update_seconds_max_over_median"] = (updates.max() / updates.median().clamp(min=1e-9)).item()
+        return figures
+
+    def _gathered(self, mine: list[float]) -> torch.Tensor:
+        """[ranks, figures], float64, on the CPU."""
+        from torchtitan.tools import utils
+
+        row = torch.tensor(mine, dtype=torch.float64, device=utils.get_local_device())
+        if dist.get_world_size() == 1:
+            return row.cpu().unsqueeze(0)
+        rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
+        dist.all_gather(rows, row)
+        return torch.stack(rows).cpu()
