@@ -1,7 +1,7 @@
 """One gradient norm over owned and FSDP2 parameters, and the clip by it.
 
-Decides: how squares are added up. Keeps the clip equal to the one-process clip: owned and FSDP2 gradients carry the same
-scale, every owned piece counts once, and squares are added piece by piece in a fixed order, so the norm does not
+Decides: how squares are added up. Keeps the clip equal to the one-process clip: owned and FSDP2 gradients carry the
+same scale, every owned piece counts once, and squares are added piece by piece in a fixed order, so the norm does not
 depend on who owns what.
 """
 

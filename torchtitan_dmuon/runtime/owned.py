@@ -1,7 +1,7 @@
 """`own_matrices`: gives the matrices of a model to owners, and `OwnedMatrices`, what the user then holds.
 
-Decides: how a model, a mesh and options become specs, a plan, units and an engine; checks every input before any process
-group is made or any weight changes. Does not decide routes, order or memory.
+Decides: how a model, a mesh and options become specs, a plan, units and an engine; checks every input before any
+process group is made or any weight changes. Does not decide routes, order or memory.
 """
 
 from __future__ import annotations
@@ -81,14 +81,14 @@ def own_matrices(
     """Give each selected matrix of ``model`` one owner among the ranks of ``mesh``. A collective over the mesh.
 
     Args:
-        model: on meta, or with equal weights on all ranks. Selected parameters leave it: their fp32 values live on their
-            owners from here on, and the modules show them in compute dtype inside their unit's forward only.
+        model: on meta, or with equal weights on all ranks. Selected parameters leave it: their fp32 values live on
+            their owners from here on, and the modules show them in compute dtype inside their unit's forward only.
         mesh: 1-D [S] or 2-D [R, S] (replicas of shard groups), in rank order; the mesh given to `fully_shard`.
         select: regular expression over canonical names, predicate (name, parameter), or the specs themselves. 1-D
             parameters it matches are left to FSDP2 and logged.
         units: modules whose owned parameters are gathered and reduced together, in forward order: those given to
-            `fully_shard`. Parameters in none of them form a unit of the whole model; parameters that several units share
-            form units of their own.
+            `fully_shard`. Parameters in none of them form a unit of the whole model; parameters that several units
+            share form units of their own.
         mp_policy: ``param_dtype`` is the dtype of gathered weights (default: the parameters'), ``reduce_dtype`` that of
             gradient sums (default float32). Inputs are never cast here.
         layouts: name pattern -> layout of fused weights; others are one matrix each.
@@ -283,8 +283,8 @@ class OwnedMatrices:
     def initialize(self, init: Callable[[str, torch.Tensor], None], seed: int = 0) -> None:
         """Draw initial weights on their owners: ``init(name, tensor)`` fills a float32 tensor [M, N] in place.
 
-        Each piece has a random stream of its own, derived from (seed, name, slice), so the weights depend neither on the
-        world size nor on the plan. Only one piece at a time is in memory.
+        Each piece has a random stream of its own, derived from (seed, name, slice), so the weights depend neither on
+        the world size nor on the plan. Only one piece at a time is in memory.
         """
         for _, param in self._params.values():
             self.initialize_one(param.name, lambda t, name=param.name: init(name, t), seed)

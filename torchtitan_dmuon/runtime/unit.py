@@ -151,7 +151,7 @@ class Unit:
         return [p for p in self.params if p.requires_grad]
 
     def take_gradients(self) -> torch.Tensor:
-        """This rank's gradients in the full fixed layout, and a 1 after each piece that has one. Drops the originals."""
+        """This rank's gradients in the full fixed layout, a 1 after each piece that has one. Drops the originals."""
         contrib = torch.empty(self.layout.numel, dtype=self.reduce_dtype, device=self.device)
         for param in self.params:
             grad = param.weight.grad

@@ -30,7 +30,7 @@ def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def fsdp_ignoring(parameters_of: Callable[[], Iterable[nn.Parameter]]) -> Iterator[list[nn.Module]]:
-    """`fully_shard` inside `torchtitan.distributed.fsdp` leaves these parameters alone; yields the modules it is called on.
+    """`fully_shard` inside `torchtitan.distributed.fsdp` leaves these parameters alone; yields the modules it gets.
 
     Every decoder is sharded there, and no config reaches the call (distributed/fsdp.py:98). The parameters are asked
     for at each call, because parallelizing registers new ones in between.
@@ -51,7 +51,7 @@ def fsdp_ignoring(parameters_of: Callable[[], Iterable[nn.Parameter]]) -> Iterat
 
 @contextlib.contextmanager
 def clip_by(clip: Callable[[Iterable[nn.Parameter], float], Any]) -> Iterator[None]:
-    """`clip_grad_norm_` of the train step is ours: TorchTitan's cannot mix plain and sharded gradients (trainer.py:940)."""
+    """The train step clips by our norm: TorchTitan's cannot mix plain and sharded gradients (trainer.py:940)."""
     import torchtitan.distributed.utils as utils
 
     def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float, *_: Any, **__: Any) -> Any:
