@@ -152,11 +152,12 @@ def test_torchtitan_reads_it(prepared):
         text_datasets.DATASETS.pop(data.DATASET, None)
 
 
-def test_prepare_for_touches_only_our_data_set(tmp_path, monkeypatch):
+def test_prepare_for_touches_only_our_data_set(monkeypatch):
     from types import SimpleNamespace
 
     calls = []
     monkeypatch.setattr(data, "prepare", calls.append)
+    monkeypatch.setattr(data, "register_datasets", lambda: calls.append("registered"))
     for name, path in (("c4", "x"), ("Python_stdlib", "y"), ("python_stdlib", None)):
         data.prepare_for(SimpleNamespace(dataloader=SimpleNamespace(dataset=name, dataset_path=path)))
-    assert calls == ["y", data.DEFAULT_FOLDER]
+    assert calls == ["y", "registered", data.DEFAULT_FOLDER, "registered"]

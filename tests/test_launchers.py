@@ -266,23 +266,38 @@ def test_twins_differ_in_the_optimizer_tables_alone(model):
     assert gather_first["optimizer_kwargs"]["lr"] == groups[0][0]["optimizer_kwargs"]["lr"]
 
 
-@pytest.mark.parametrize("model, world", [("debug", 4), ("llama3_8b", 256), ("llama3_70b", 512), ("qwen3_32b", 256)])
-def test_configurations_load_and_claim_every_matrix_of_the_blocks(model, world, monkeypatch):
-    """Against the installed TorchTitan: names, types, and the model built on the meta device."""
+# Matrices of a block: q, k, v (one fused weight), wo, w1, w2, w3.
+@pytest.mark.parametrize(
+    "model, world, blocks", [("debug", 4, 6), ("llama3_8b", 256, 32), ("llama3_70b", 512, 80), ("qwen3_32b", 256, 64)]
+)
+def test_configurations_load_build_and_plan(model, world, blocks, monkeypatch):
+    """Against the installed TorchTitan: names, types, a model built on the meta device, every matrix with an owner."""
     pytest.importorskip("torchtitan")
+    from torchtitan_dmuon.matrices import canonical_name, count_matrices
+    from torchtitan_dmuon.ownership import MeshSpec, assign
     from torchtitan_dmuon.titan import checks, platform, toml_config
 
     platform.prepare()
     monkeypatch.setenv("RANK", "0")
+    from torchtitan_dmuon.titan.models import owned_specs
+
     for variant in VARIANTS:
         config = toml_config.load(str(CONFIGS / f"{model}_{variant}.toml")).config
         mesh = config.parallelism
         assert mesh.data_parallel_replicate_degree * mesh.data_parallel_shard_degree == world
-        assignment = checks.check_run(config, world)
-    shapes = checks.parameter_shapes(config)
-    wanted = {n for n, s in shapes.items() if n.startswith("layers.") and len(s) >= 2}
+        for index, group in enumerate(config.optimizer.param_groups):
+            checks.check_optimizer_kwargs(group.optimizer_name, group.optimizer_kwargs, str(index))
+    assignment = checks.check_run(config, world)  # DMuon's: the twins have the same patterns
+    built = checks.meta_model(config)
+    shapes = {canonical_name(name): parameter.shape for name, parameter in built.named_parameters()}
+    wanted = {name for name, shape in shapes.items() if name.startswith("layers.") and len(shape) >= 2}
     assert wanted and set(assignment.groups[0]) == wanted
     assert {name for name, _ in assignment.fell_through} == {n for n in shapes if re.search(r"attention\.[qk]_norm", n)}
+
+    pieces = [piece for spec in owned_specs(built, wanted) for piece in spec.pieces()]
+    plan = assign(pieces, MeshSpec(world, mesh.data_parallel_shard_degree, min(8, world)))
+    assert count_matrices(plan.pieces) == 7 * blocks
+    assert {name for rank in range(world) for name in (p.name for p in plan.pieces_of(rank))} == wanted
 
 
 def test_configuration_page_has_every_key():
