@@ -34,7 +34,7 @@ def _free_port() -> int:
         return s.getsockname()[1]
 
 
-def _rank_main(fn, args, rank, world, ranks_per_node, port, limit, pipe) -> None:
+def _rank_main(fn, args, rank, world, ranks_per_node, port, limit, pipe, init) -> None:
     code = 1
     try:
         os.environ.update(
@@ -49,10 +49,12 @@ def _rank_main(fn, args, rank, world, ranks_per_node, port, limit, pipe) -> None
             OMP_NUM_THREADS="1",
         )
         torch.set_num_threads(1)
-        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=limit))
+        if init:
+            dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=limit))
         value = fn(rank, world, *args)
-        dist.barrier()
-        dist.destroy_process_group()
+        if init:
+            dist.barrier()
+            dist.destroy_process_group()
         data, code = pickle.dumps((True, value)), 0
     except BaseException:  # reported to the parent, whatever it was
         data = pickle.dumps((False, traceback.format_exc()))
@@ -69,10 +71,12 @@ def run_ranks(
     *args: Any,
     ranks_per_node: int | None = None,
     limit: float = 60.0,
+    init: bool = True,
 ) -> list[Any]:
     """Fork ``world`` gloo ranks and return ``[fn(rank, world, *args)]`` in rank order.
 
-    ``ranks_per_node`` only sets LOCAL_WORLD_SIZE and friends: all ranks talk over loopback.
+    ``ranks_per_node`` only sets LOCAL_WORLD_SIZE and friends: all ranks talk over loopback. ``init=False`` leaves the
+    default process group to ``fn``.
     Raises :class:`RankFailed` with the first failing rank's traceback, or after ``limit`` seconds.
     """
     port = _free_port()
@@ -82,7 +86,7 @@ def run_ranks(
         pid = os.fork()
         if pid == 0:
             os.close(read_end)
-            _rank_main(fn, args, rank, world, ranks_per_node or world, port, limit, write_end)
+            _rank_main(fn, args, rank, world, ranks_per_node or world, port, limit, write_end, init)
         os.close(write_end)
         children[read_end] = (rank, pid)
 

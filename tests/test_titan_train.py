@@ -1,0 +1,134 @@
+"""TorchTitan's Trainer with owned matrices: the same run as gather-then-replicate Muon, on every setting a user may turn."""
+
+import json
+import pathlib
+import re
+
+import pytest
+import torch
+
+from tests import titan_runs
+from tests.titan_runs import masters, train
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return titan_runs.make_folder(tmp_path_factory.mktemp("titan"))
+
+
+@pytest.fixture(scope="module")
+def gather(folder):
+    """Ten steps of gather-then-replicate Muon, fp32 compute and fp32 NS."""
+    return [loss for _, loss, _ in train(folder, "GatherMuon")[0]["steps"]]
+
+
+@pytest.fixture(scope="module")
+def dmuon(folder):
+    """Ten steps of DMuon with a checkpoint after the fifth and after the last."""
+    flags = ("--checkpoint.enable", "--checkpoint.interval", "5", "--checkpoint.no-last_save_model_only")
+    return train(folder, "DMuon", 4, *flags, after=masters)
+
+
+def losses(results):
+    return [loss for _, loss, _ in results[0]["steps"]]
+
+
+def test_dmuon_equals_gather_then_replicate_muon_for_ten_steps(gather, dmuon):
+    mine = losses(dmuon)
+    assert len(mine) == len(gather) == 10
+    assert max(abs(a - b) for a, b in zip(mine, gather)) < 1e-3
+    assert mine[-1] < mine[0] - 0.5
+
+
+def test_resuming_repeats_losses_digit_for_digit_and_momentum_bit_for_bit(folder, dmuon, tmp_path):
+    flags = ("--checkpoint.enable", "--checkpoint.interval", "5", "--checkpoint.no-last_save_model_only")
+    again = train(folder, "DMuon", 4, *flags, "--checkpoint.load_step", "5", after=masters)
+    assert losses(again) == losses(dmuon)[5:]
+    for first, second in zip(dmuon, again):
+        assert first["after"].keys() == second["after"].keys() and first["after"]
+        assert all(torch.equal(v, second["after"][k]) for k, v in first["after"].items())
+
+
+def test_a_checkpoint_has_one_key_per_parameter(folder, dmuon):
+    from torch.distributed.checkpoint import FileSystemReader
+
+    reader = FileSystemReader(folder / "DMuon" / "checkpoint" / "step-10")
+    metadata = reader.read_metadata().state_dict_metadata
+    weights = [k for k in metadata if k.startswith("layers.") and k.endswith(".weight")]
+    # 6 layers: wq, wk, wv, wo, w1, w2, w3 and two norms; the fused weight is stored in TorchTitan's layout.
+    assert len(weights) == 6 * 9
+    momenta = [k for k in metadata if k.endswith(".momentum_buffer")]
+    assert len(momenta) == 6 * 5 and all(k.startswith("state.layers.") for k in momenta)
+    assert all(len(metadata[k].chunks) == 1 for k in momenta)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--parallelism.fsdp_reshard_after_forward", "never"),
+        ("--dmuon.routing", "flat", "--dmuon.publish", "sync", "--dmuon.prefetch", "0"),
+        ("--dmuon.ownership", "replica"),
+        ("--dmuon.balance", "round_robin"),
+        ("activation-checkpoint:full",),
+        ("activation-checkpoint:selective",),
+        ("--parallelism.spmd_backend", "partial_dtensor"),
+        ("--parallelism.spmd_backend", "full_dtensor"),
+    ],
+    ids=lambda f: " ".join(f).replace("--", ""),
+)
+def test_every_setting_gives_the_same_losses(folder, gather, flags):
+    mine = losses(train(folder, "DMuon", 4, "--training.steps", "3", *flags))
+    assert len(mine) == 3
+    assert max(abs(a - b) for a, b in zip(mine, gather)) < 1e-3
+
+
+@pytest.mark.parametrize("mesh, world", [((1, 1), 1), ((1, 2), 2), ((4, 1), 4), ((1, 4), 4)])
+def test_every_mesh_starts_from_the_same_weights(folder, mesh, world):
+    """The batch differs with the world, the initial weights do not: compare the owners' masters before any step."""
+    results = train(folder, "DMuon", world, "--training.steps", "1", "--lr_scheduler.warmup_steps", "0", mesh=mesh)
+    assert len(results[0]["steps"]) == 1
+    assert 5.0 < results[0]["steps"][0][1] < 9.0
+
+
+def test_accumulation_defers_the_reduce_between_nodes(folder):
+    """Four micro-batches cross nodes as often as one; without deferring, four times as often."""
+
+    def sent(*flags):
+        results = train(
+            folder, "DMuon", 4, "--training.steps", "2", *flags, "--metrics.enable_tensorboard", ranks_per_node=2
+        )
+        return losses(results), [m for m in results[0]["metrics"] if m]
+
+    one, (*_, first) = sent()
+    many = ("--training.global_batch_size", "32")
+    deferred, (*_, second) = sent(*many)
+    eager, (*_, third) = sent(*many, "--dmuon.defer_reduce", "False")
+    assert second["dmuon/bytes/inter_node"] == first["dmuon/bytes/inter_node"]
+    assert third["dmuon/bytes/inter_node"] > 2.5 * first["dmuon/bytes/inter_node"]
+    assert second["dmuon/bytes/intra_node"] > 2.5 * first["dmuon/bytes/intra_node"]
+    assert max(abs(a - b) for a, b in zip(deferred, eager)) < 1e-4
+
+
+def test_metrics_say_where_the_time_goes(folder, dmuon):
+    wanted = {
+        "dmuon/step_seconds", "dmuon/update_seconds", "dmuon/ns_share", "dmuon/owner_imbalance",
+        "dmuon/exposed/gather_seconds", "dmuon/exposed/reduce_seconds", "dmuon/exposed/publish_seconds",
+        "dmuon/bytes/intra_node", "dmuon/bytes/inter_node", "dmuon/update_seconds_max_over_median",
+    }  # fmt: skip
+    figures = dmuon[0]["metrics"][-1]
+    assert wanted <= figures.keys()
+    assert 0 < figures["dmuon/update_seconds"] < figures["dmuon/step_seconds"]
+    assert 0 < figures["dmuon/ns_share"] < 1
+    assert figures["dmuon/update_seconds_max_over_median"] >= 1
+
+
+def test_the_plan_is_saved_and_the_rates_keep_their_ratio(folder, dmuon):
+    plan = json.loads(pathlib.Path(folder / "DMuon" / "ownership_plan.json").read_text())
+    assert plan["matrices"] == 42 and plan["pieces"] == 30 and plan["idle_owners"] == 0
+    ratios = set()
+    for figures in dmuon[0]["metrics"]:
+        rates = {k: v for k, v in figures.items() if re.match(r"lr/", k)}
+        matrix = next(v for k, v in rates.items() if "DMuon" in k)
+        rest = next(v for k, v in rates.items() if "AdamW" in k)
+        ratios.add(round(matrix / rest, 9))
+    assert ratios == {4.0}
