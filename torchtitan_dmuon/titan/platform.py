@@ -65,7 +65,7 @@ def prepare() -> None:
     early = [name for name in _COPIES_DEVICE if name in sys.modules]
     if early:
         raise PlatformError(
-            f"{', '.join(early)} was imported before platform.prepare(); it keeps the device module of CUDA. On a "
+            f"{', '.join(early)}: imported before platform.prepare(), with the device module of CUDA. On a "
             "machine without an accelerator start with `python -m torchtitan_dmuon.train`, not `-m torchtitan.train`"
         )
     # The device is chosen at import and falls back to "cuda" where there is no accelerator (tools/utils.py:57).
