@@ -19,7 +19,7 @@ from torchtitan_dmuon.matrices import (
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 4), st.lists(st.integers(1, 5), max_size=4), st.integers(1, 6))
 def test_split_and_join_are_inverse(groups, rows, n):
-    layout = MatrixLayout(groups, tuple(rows))
+    layout = MatrixLayout(groups if rows else 1, tuple(rows))
     m = groups * sum(rows) if rows else 7
     tensor_MN = torch.arange(m * n, dtype=torch.float32).view(m, n)
     matrices = layout.split(tensor_MN)
