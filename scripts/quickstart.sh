@@ -41,7 +41,10 @@ show_steps() {   # keeps rank 0's step lines of a training log, behind the run's
     local line
     while IFS= read -r line; do
         case $line in
-            '[rank0]:'*'step: '*) printf '  %-12s %s\n' "$1" "step: ${line#*step: }" ;;
+            *'[rank0]:'*'step: '*)   # ranks write at once: two lines may arrive as one
+                line=${line##*'[rank0]:'}
+                line=${line#*step: }
+                printf '  %-12s step: %s\n' "$1" "${line%%'[rank'*}" ;;
         esac
     done
 }

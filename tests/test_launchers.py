@@ -169,7 +169,8 @@ case "$1 $2" in
   "--version "*) echo "Python 3.99" ;;
 esac
 if [ "${{0##*/}}" = torchrun ]; then
-  printf '[rank%s]: INFO - step:  1  loss: 7.5\\n' 0 1
+  printf '[rank1]: INFO - step:  1  loss: 9.9 [rank0]: INFO - step:  1  loss: 7.5[rank1]: more\\n'
+  printf '[rank0]: INFO - step:  2  loss: 7.4\\n[rank1]: INFO - step:  2  loss: 9.9\\n'
   echo "[rank1]: error: why"
   exit "${{TRAIN_RC:-0}}"
 fi
@@ -236,7 +237,8 @@ def test_quickstart_trains_three_alike_and_compares(fake_clone, stubs, tmp_path)
     assert flag(runs[0], "--parallelism.data_parallel_shard_degree") == "2" and "--checkpoint.enable" in runs[0]
     (compare,) = [call for call in calls() if "compare" in call]
     assert compare[4:7] == [str(out / v) for v in VARIANTS] and flag(compare, "--skip") == "5"
-    assert done.stdout.count("loss: 7.5") == 3 and (out / "adamw/train.log").read_text()
+    assert done.stdout.count("  step:  1  loss: 7.5\n") == done.stdout.count("step:  2  loss: 7.4\n") == 3
+    assert "9.9" not in done.stdout and "more" not in done.stdout and (out / "adamw/train.log").read_text()
 
     done = run(command, **env, TRAIN_RC="9")
     assert done.returncode == 1 and "adamw failed" in done.stderr and "error: why" in done.stderr

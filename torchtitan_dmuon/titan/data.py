@@ -28,7 +28,7 @@ DEFAULT_FOLDER = "./outputs/python_stdlib"
 VOCAB_SIZE = 2048
 BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
 
-_DOCUMENT_CHARS = 4000  # about ten sequences of 128 tokens: a short run still sees many modules
+_DOCUMENT_CHARS = 1500  # about four sequences of 128 tokens: a short run still sees many modules
 _MAX_BYTES = 20_000_000
 _SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 _MARKER = "prepared.json"
@@ -50,7 +50,7 @@ def source_files(root: Path) -> list[Path]:
 
 
 def documents(root: Path) -> list[dict[str, str]]:
-    """`[{"text", "source"}]`: runs of whole lines of about 4,000 characters.
+    """`[{"text", "source"}]`: runs of whole lines of about 1,500 characters.
 
     The order is that of a digest of (path, run number): the same on every machine with the same sources, and neighbours
     come from different modules, so the contiguous shard that each data-parallel rank reads is a fair sample.
