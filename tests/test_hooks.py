@@ -87,10 +87,13 @@ class Block(nn.Module):
         checkpointed: bool = False,
         context_fn: Any = None,
         change_input: bool = False,
+        idle: bool = False,
         **switches: Any,
     ) -> Any:
+        if idle:
+            return x
         if change_input:
-            x.add_(1)
+            return x.add_(self.body(x.clone(), **switches))
         if returns == "two":
             return self.up(x).sin(), self.body(x, **switches)
         if checkpointed:
@@ -327,7 +330,18 @@ def output_without_grad(model, use):
 
 @situation
 def input_changed_in_place(model, use):
+    """The output is the input, with another history."""
     model(use.x(), lambda block, x: block(x * 1, change_input=True)).sum().backward()
+
+
+@situation
+def input_passed_through(model, use):
+    model(use.x(), lambda block, x: block(x, idle=block is model.b[1])).sum().backward()
+
+
+@situation
+def last_unit_passes_its_input_through(model, use):
+    model(use.x(), lambda block, x: block(x, idle=block is model.b[2])).sum().backward()
 
 
 @situation

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ..topology import Stage, Topology
 from .lanes import Exposure, Lane, Ticket, make_lane
-from .schedule import GatherOrder, ReduceQueue
+from .schedule import GatherOrder, ReduceQueue, agreed_sequence
 from .transport import Transport
 from .unit import Ranges, Unit, slice_of
 
@@ -42,7 +42,9 @@ class Engine:
         reshard_after_forward: bool,
         publish_async: bool,
         gradient_divide_factor: float,
+        enclosing: Sequence[int] = (),
     ) -> None:
+        """``units`` in declared forward order; ``enclosing``: those of the whole model, needed from end to end."""
         self.topology, self.rank, self.units, self.control = topology, rank, units, control
         self.device = device
         self.reshard_after_forward, self.publish_async = reshard_after_forward, publish_async
@@ -59,8 +61,12 @@ class Engine:
         self._reduced: set[int] = set()  # units with gradients since the last step
         self._norm: torch.Tensor | None = None  # of the gradients as reduced, if a clip has taken it
         self.is_busy: Callable[[Unit], bool] = lambda unit: False  # replaced by the hooks
-        self.forward_order = GatherOrder(prefetch, self._gather, self._release)
-        self.backward_order = GatherOrder(prefetch, self._gather, self._release)
+        self._enclosing = frozenset(enclosing)
+        forward = [u.index for u in units]
+        backward = [*enclosing, *(i for i in reversed(forward) if i not in enclosing)]
+        self.forward_order = GatherOrder(prefetch, self._gather, self._release, forward)
+        self.backward_order = GatherOrder(prefetch, self._gather, self._release, backward)
+        self._agreed = False
         self._reduces = ReduceQueue(self._issue_reduce)
         self._routes = {u.index: (u.layout.gather(rank), u.layout.reduce(rank), u.layout.publish(rank)) for u in units}
 
@@ -139,7 +145,8 @@ class Engine:
             unit.free()
 
     def _release(self, index: int) -> None:
-        if self.reshard_after_forward and not self.is_busy(self.units[index]):
+        # Where the last inner unit's output is also the model's, it is asked for first; the enclosing one will be next.
+        if self.reshard_after_forward and index not in self._enclosing and not self.is_busy(self.units[index]):
             self._free(self.units[index])
 
     def free_all(self) -> None:
@@ -228,7 +235,7 @@ class Engine:
 
     def finish_reduces(self) -> bool:
         """Complete what is in flight and give owned pieces their gradients. False if no backward ran since the last
-        step. A collective when a deferred reduce is left, otherwise local."""
+        step. A collective the first time and when a deferred reduce is left, otherwise local."""
         for index in self.reduce_order():
             if index in self._unfinished:
                 self._issue_between_nodes(self.units[index], self.units[index].reducing[-1])
@@ -238,6 +245,8 @@ class Engine:
                 self.exposure.wait("reduce", ticket)
             unit.reducing.clear()
         self._contributions.clear()
+        if not self._agreed:
+            self._agree_on_order()
         flags = [f for unit in reduced for f in unit.used_flags()]
         used = (torch.cat(flags) > 0).tolist() if flags else []
         for unit in reduced:
@@ -284,15 +293,29 @@ class Engine:
             dist.all_reduce(squares, group=self.control)
         return squares
 
+    def _agree_on_order(self) -> None:
+        """Take over the order of the first passes that the ranks saw, once any rank has seen one. A collective."""
+        orders = (self.forward_order, self.backward_order)
+        mine = [order.observed for order in orders]
+        every = [mine]
+        if self.control is not None:
+            every = [mine] * self.topology.world
+            dist.all_gather_object(every, mine, group=self.control)
+        if not any(forward for forward, _ in every):
+            return
+        self._agreed = True
+        # A frozen unit that no gradient reaches is not gathered in backward; any other may be needed by one rank alone.
+        kept = ({u.index for u in self.units}, {u.index for u in self.units if u.trainable()})
+        for order, seen, keep in zip(orders, zip(*every), kept, strict=True):
+            order.set_sequence(agreed_sequence(seen, order.sequence, keep))
+
     def reduce_order(self) -> list[int]:
-        """Units in the reverse of the first forward, those it did not see last."""
-        seen = self.forward_order.sequence
-        return [*reversed(seen), *(u.index for u in reversed(self.units) if u.index not in set(seen))]
+        """Units in the reverse of the first forward."""
+        return self.forward_order.sequence[::-1]
 
     def update_order(self) -> list[int]:
-        """Units in forward order, those never seen in a forward last: the order of updates and publishes."""
-        seen = self.forward_order.sequence
-        return [*seen, *(u.index for u in self.units if u.index not in set(seen))]
+        """Units in forward order: the order of updates and publishes."""
+        return self.forward_order.sequence
 
     # ---- publish ----
 

@@ -71,7 +71,7 @@ class _UnitHooks:
 
     def __init__(self, hooks: Hooks, unit: Unit) -> None:
         self.hooks, self.unit = hooks, unit
-        self.open_calls: list[int] = []
+        self.open_calls: list[tuple[int, list[Any]]] = []  # (enter, autograd nodes of the inputs)
         self.current: int | None = None
         self.task: int | None = None
         self.expected: int | None = None
@@ -95,17 +95,19 @@ class _UnitHooks:
         hooks.engine.need(self.unit, False)
         hooks.clock += 1
         enter = hooks.clock
-        self.open_calls.append(enter)
+        given: list[Any] = []
+        self.open_calls.append((enter, given))
         if torch.is_grad_enabled():
             for tensor in tensors_in((args, kwargs), strict=False):
                 if tensor.grad_fn is not None:
+                    given.append(tensor.grad_fn)
                     tensor.register_hook(lambda _grad, enter=enter: self.leave(enter))
 
     def post_forward(self, out: Any) -> None:
         if in_backward() or not self.open_calls:
             return
         hooks = self.hooks
-        enter = self.open_calls.pop()
+        enter, given = self.open_calls.pop()
         hooks.clock += 1
         exit_ = hooks.clock
         if not self.open_calls:
@@ -116,6 +118,8 @@ class _UnitHooks:
         for tensor in tensors_in(out, strict=True):
             if tensor.grad_fn is None:
                 continue  # a leaf, or an output no gradient reaches
+            if any(tensor.grad_fn is node for node in given):
+                continue  # passed through as it came: its gradient needs nothing of this unit
             tensor.register_hook(prepare)
             base = tensor._base  # an in-place change of a view replaces the view's own history
             if base is not None and base.grad_fn is not None:

@@ -198,6 +198,7 @@ class OwnedMatrices:
             reshard_after_forward=reshard_after_forward,
             publish_async=publish_async,
             gradient_divide_factor=gradient_divide_factor,
+            enclosing=[index for index, modules in modules_of.items() if model in modules],
         )
         self.hooks = Hooks(self.engine, model, modules_of)
         self.engine.is_busy = self.hooks.is_busy

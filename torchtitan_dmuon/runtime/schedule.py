@@ -3,46 +3,55 @@
 Decides: what a request for one unit means for the others. Does not decide how (`engine.py`). Keeps invariant 5: ranks
 may skip units, find gradients missing or ready at other times, yet issue the same operations in the same order.
 
-A pass (a forward, or a backward) visits units in a sequence. The first one of each kind is recorded; it must be the
-same on all ranks (compared at the first step). From then on a rank that skips a unit still takes part in its gather,
-in sequence; and the next units of the sequence are gathered ahead.
+A pass (a forward, or a backward) visits units in a sequence that holds every unit of that kind of pass. A rank that
+skips a unit still takes part in its gather, in sequence; and the next units of the sequence are gathered ahead. The
+sequence starts as the declared one and is replaced once by what the first pass of the ranks showed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 
 
 class GatherOrder:
     """Turns requests for units into an order of gathers for one kind of pass.
 
-    ``gather(u)`` starts the gather of ``u`` unless it is under way; ``release(u)`` frees a unit nobody asked for.
+    ``gather(u)`` starts the gather of ``u`` unless it is under way; ``release(u)`` frees a unit nobody asked for;
+    ``declared`` holds every unit.
     """
 
-    def __init__(self, prefetch: int, gather: Callable[[int], None], release: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        prefetch: int,
+        gather: Callable[[int], None],
+        release: Callable[[int], None],
+        declared: Sequence[int],
+    ) -> None:
         self._prefetch, self._gather, self._release = prefetch, gather, release
-        self.sequence: list[int] = []
-        self._position: dict[int, int] = {}
-        self._recording = True
+        self.observed: list[int] = []  # units of the first complete pass, as this rank asked for them
+        self._observing = True
         self._cursor = 0  # the first position not yet requested in this pass
         self._active = False
+        self.set_sequence(declared)
+
+    def set_sequence(self, sequence: Sequence[int]) -> None:
+        """The same on every rank, between passes."""
+        self.sequence = list(sequence)
+        self._position = {unit: i for i, unit in enumerate(self.sequence)}
 
     def begin(self) -> None:
         """A new pass starts. One that failed is not a record."""
-        if self._recording:
-            self.sequence.clear()
-            self._position.clear()
+        if self._observing:
+            self.observed.clear()
         self._cursor, self._active = 0, True
 
     def request(self, unit: int) -> None:
         """``unit`` is needed now: gathers skipped ones before it, it, and those prefetched after it."""
+        if self._observing and self._active and unit not in self.observed:
+            self.observed.append(unit)
         position = self._position.get(unit)
-        if self._recording and position is None:
-            self._position[unit] = len(self.sequence)
-            self.sequence.append(unit)
-            position = None
-        if position is None or self._recording or not self._active or position < self._cursor:
-            self._gather(unit)  # recording, used again, or new since: every rank does the same by itself
+        if position is None or not self._active or position < self._cursor:
+            self._gather(unit)  # used again, or outside a pass: every rank does the same by itself
             return
         for skipped in self.sequence[self._cursor : position]:
             self._gather(skipped)
@@ -53,13 +62,22 @@ class GatherOrder:
 
     def end(self) -> None:
         """The pass is over: take part in what this rank skipped at its end."""
-        if self._active and not self._recording:
+        if self._active:
             for skipped in self.sequence[self._cursor :]:
                 self._gather(skipped)
                 self._release(skipped)
-        if self._active and self.sequence:
-            self._recording = False
+            if self.observed:
+                self._observing = False
         self._active = False
+
+
+def agreed_sequence(observed: Sequence[Sequence[int]], declared: Sequence[int], kept: Collection[int]) -> list[int]:
+    """One sequence from what each rank saw in its first pass: the longest (of several, the lowest rank's), then the
+    units only others saw, then of those nobody saw the ``kept`` ones, both as declared."""
+    longest = max(observed, key=len)  # the first of equals
+    seen = {unit for each in observed for unit in each}
+    missed = [u for u in declared if u in seen and u not in longest]
+    return [*longest, *missed, *(u for u in declared if u not in seen and u in kept)]
 
 
 class ReduceQueue:
