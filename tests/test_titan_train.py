@@ -58,21 +58,18 @@ def test_a_checkpoint_has_one_key_per_parameter(folder, dmuon):
     # 6 layers: wq, wk, wv, wo, w1, w2, w3 and two norms; the fused weight is stored in TorchTitan's layout.
     assert len(weights) == 6 * 9
     momenta = [k for k in metadata if k.endswith(".momentum_buffer")]
-    assert len(momenta) == 6 * 5 and all(k.startswith("state.layers.") for k in momenta)
+    assert len(momenta) == 6 * 5 and all(k.startswith("optimizer.state.layers.") for k in momenta)
     assert all(len(metadata[k].chunks) == 1 for k in momenta)
 
 
 @pytest.mark.parametrize(
     "flags",
     [
-        ("--parallelism.fsdp_reshard_after_forward", "never"),
-        ("--dmuon.routing", "flat", "--dmuon.publish", "sync", "--dmuon.prefetch", "0"),
-        ("--dmuon.ownership", "replica"),
-        ("--dmuon.balance", "round_robin"),
+        ("--parallelism.fsdp_reshard_after_forward", "never", "--dmuon.routing", "flat", "--dmuon.publish", "sync"),
+        ("--dmuon.ownership", "replica", "--dmuon.balance", "round_robin", "--dmuon.prefetch", "0"),
         ("activation-checkpoint:full",),
         ("activation-checkpoint:selective",),
         ("--parallelism.spmd_backend", "partial_dtensor"),
-        ("--parallelism.spmd_backend", "full_dtensor"),
     ],
     ids=lambda f: " ".join(f).replace("--", ""),
 )
@@ -82,12 +79,20 @@ def test_every_setting_gives_the_same_losses(folder, gather, flags):
     assert max(abs(a - b) for a, b in zip(mine, gather)) < 1e-3
 
 
-@pytest.mark.parametrize("mesh, world", [((1, 1), 1), ((1, 2), 2), ((4, 1), 4), ((1, 4), 4)])
-def test_every_mesh_starts_from_the_same_weights(folder, mesh, world):
-    """The batch differs with the world, the initial weights do not: compare the owners' masters before any step."""
-    results = train(folder, "DMuon", world, "--training.steps", "1", "--lr_scheduler.warmup_steps", "0", mesh=mesh)
-    assert len(results[0]["steps"]) == 1
-    assert 5.0 < results[0]["steps"][0][1] < 9.0
+def test_every_mesh_starts_from_the_same_weights_and_trains(folder, dmuon):
+    """Batches differ with the world, initial weights do not."""
+
+    def initial(world, mesh):
+        results = train(folder, "DMuon", world, "--training.steps", "1", mesh=mesh, before=masters)
+        assert 5.0 < results[0]["steps"][0][1] < 9.0
+        return {k: v for r in results for k, v in r["before"].items()}
+
+    one = initial(1, (1, 1))
+    assert len(one) == 30
+    for world, mesh in ((2, (1, 2)), (4, (4, 1)), (4, (1, 4))):
+        other = initial(world, mesh)
+        assert other.keys() == one.keys()
+        assert all(torch.equal(one[k], other[k]) for k in one)
 
 
 def test_accumulation_defers_the_reduce_between_nodes(folder):
@@ -104,7 +109,8 @@ def test_accumulation_defers_the_reduce_between_nodes(folder):
     deferred, (*_, second) = sent(*many)
     eager, (*_, third) = sent(*many, "--dmuon.defer_reduce", "False")
     assert second["dmuon/bytes/inter_node"] == first["dmuon/bytes/inter_node"]
-    assert third["dmuon/bytes/inter_node"] > 2.5 * first["dmuon/bytes/inter_node"]
+    # Publish and reduce carry as many bytes in fp32: one publish and four reduces against one and one.
+    assert third["dmuon/bytes/inter_node"] == pytest.approx(2.5 * first["dmuon/bytes/inter_node"], rel=0.01)
     assert second["dmuon/bytes/intra_node"] > 2.5 * first["dmuon/bytes/intra_node"]
     assert max(abs(a - b) for a, b in zip(deferred, eager)) < 1e-4
 

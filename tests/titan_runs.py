@@ -97,12 +97,13 @@ def train(
     *flags: str,
     mesh: tuple[int, int] = (2, 2),
     ranks_per_node: int | None = None,
+    before: Callable[[Any], Any] | None = None,
     after: Callable[[Any], Any] | None = None,
     limit: float = 240,
 ) -> list[dict[str, Any]]:
-    """Run the trainer on forked ranks. Per rank: {"steps": [(step, loss, grad norm)], "metrics": [...], "after": ...}.
+    """Run the trainer on forked ranks. Per rank: {"steps": [(step, loss, grad norm)], "metrics": [...], "before", "after"}.
 
-    ``after(trainer)`` runs on every rank when training is over, before the trainer is closed.
+    ``before(trainer)`` and ``after(trainer)`` run on every rank around the training.
     """
     argv = [
         "--config",
@@ -113,10 +114,16 @@ def train(
         str(mesh[1]),
         *flags,
     ]
-    return run_ranks(_job, world, argv, after, ranks_per_node=ranks_per_node, limit=limit, init=False)
+    return run_ranks(_job, world, argv, before, after, ranks_per_node=ranks_per_node, limit=limit, init=False)
 
 
-def _job(rank: int, world: int, argv: list[str], after: Callable[[Any], Any] | None) -> dict[str, Any]:
+def _job(
+    rank: int,
+    world: int,
+    argv: list[str],
+    before: Callable[[Any], Any] | None,
+    after: Callable[[Any], Any] | None,
+) -> dict[str, Any]:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     logging.disable(logging.INFO)
     torchtitan.trainer.time.sleep = lambda _seconds: None  # it lets other ranks finish printing
@@ -139,9 +146,11 @@ def _job(rank: int, world: int, argv: list[str], after: Callable[[Any], Any] | N
         written(values, step)
 
     made.metrics_processor.log, made.metrics_processor.logger.log = record, keep
+    result: dict[str, Any] = {"steps": steps, "metrics": metrics}
+    result["before"] = before(made) if before is not None else None
     with open(os.devnull, "w") as sink, contextlib.redirect_stdout(sink):
         made.train()
-    result = {"steps": steps, "metrics": metrics, "after": after(made) if after is not None else None}
+    result["after"] = after(made) if after is not None else None
     made.close()
     dist.destroy_process_group()
     return result

@@ -20,7 +20,6 @@ from torchtitan_dmuon.titan.config import (
     Assignment,
     ConfigError,
     assign_parameters,
-    optimizer_names,
     uses_dmuon,
 )
 from torchtitan_dmuon.titan.tables import nearest, noun
@@ -106,6 +105,12 @@ def check_dmuon(config: Any) -> None:
                 "AdamW or GatherMuon",
                 f"parallelism.{name}",
             )
+    if config.parallelism.spmd_backend == "full_dtensor":
+        raise ConfigError(
+            'spmd_backend = "full_dtensor": DMuon gathers plain weights, which that backend cannot mix with its DTensor '
+            'inputs; use "spmd_types" or "partial_dtensor"',
+            "parallelism.spmd_backend",
+        )
     if config.training.enable_cpu_offload:
         raise ConfigError("DMuon does not support FSDP's CPU offload", "training.enable_cpu_offload")
     if config.training.dtype != "float32":
@@ -190,16 +195,3 @@ def _check_matrices(model: torch.nn.Module, names: Sequence[str], optimizer_name
     stack = next((spec for spec in specs if len(spec.shape) == 3), None)
     if stack is not None and optimizer_name == "GatherMuon":
         raise ConfigError(f"{stack.name} {list(stack.shape)} is a stack; GatherMuon takes 2-D parameters only", path)
-
-
-def describe(config: Any, assignment: Assignment) -> list[str]:
-    """Lines for the log: what each group takes, and which parameters fell through to a later one."""
-    lines = [
-        f"optimizer group {index} ({name}): {len(names)} parameters"
-        for index, (name, names) in enumerate(zip(optimizer_names(config), assignment.groups, strict=True))
-    ]
-    if assignment.fell_through:
-        names = [name for name, _ in assignment.fell_through]
-        some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-        lines.append(f"{len(names)} parameters with fewer than 2 dimensions fell through to a later group: {some}")
-    return lines

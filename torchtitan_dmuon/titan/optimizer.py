@@ -30,7 +30,7 @@ from torchtitan_dmuon.runtime.owned import OwnedMatrices
 from torchtitan_dmuon.titan.config import assign_parameters
 from torchtitan_dmuon.titan.gather_muon import GatherMuon
 from torchtitan_dmuon.titan.models import owned_specs
-from torchtitan_dmuon.titan.parallelize import owned_of
+from torchtitan_dmuon.titan.parallelize import dmuon_config_of, owned_of
 
 _FROM_CONTAINER = ("fused", "foreach")  # what the container adds to every group and matrix optimizers do not know
 
@@ -94,6 +94,9 @@ class DMuonOptimizersContainer(OptimizersContainer):
         options = [_options_of(g) for g in groups]
         if self.owned is None:  # a seed checkpoint: one process, nothing parallelized, and no step
             return self._build_gathering(groups, **kwargs)
+        table = dmuon_config_of(self._model)
+        if table is not None and table.deterministic:  # what else is in a batch can change bits
+            kwargs["batch_bytes"] = 0
         rules = [(lambda n, mine=mine: n in mine, option) for mine, option in zip(names, options, strict=True)]
         return self.owned.build_optimizer(Muon, groups=rules, optimizer_cls=DMuon, **kwargs)
 

@@ -30,7 +30,12 @@ _ATTRIBUTE = "_dmuon_owned"  # where the optimizer container, which is built fro
 
 def owned_of(model: nn.Module) -> OwnedMatrices | None:
     """The owned matrices of a parallelized model, or None if it has none."""
-    return model.__dict__.get(_ATTRIBUTE)
+    return model.__dict__.get(_ATTRIBUTE, (None, None))[0]
+
+
+def dmuon_config_of(model: nn.Module) -> DMuonConfig | None:
+    """The [dmuon] table that a model with owned matrices was parallelized by."""
+    return model.__dict__.get(_ATTRIBUTE, (None, None))[1]
 
 
 def with_owned_matrices(spec: Any, config: Any) -> Any:
@@ -60,7 +65,7 @@ def with_owned_matrices(spec: Any, config: Any) -> Any:
             **_options(config, kwargs["training"], kwargs["parallelism"]),
         )
         _route_init(owned, torch.initial_seed())
-        model.__dict__[_ATTRIBUTE] = owned
+        model.__dict__[_ATTRIBUTE] = (owned, config.dmuon)
         return model
 
     return dataclasses.replace(spec, parallelize_fn=wrapped)
