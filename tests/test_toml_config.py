@@ -139,9 +139,10 @@ def test_a_plain_registry_config_runs_unchanged():
 def test_torchtitans_own_config_manager_finds_the_file(write):
     from torchtitan.config import ConfigManager
 
-    file = write("[training]\nsteps = 7\n")
+    file = write("[training]\nsteps = 7\n" + GROUPS)
     config = ConfigManager().parse_args(["--module", "torchtitan_dmuon", "--config", file, "--training.seq_len", "64"])
     assert (config.training.steps, config.training.seq_len) == (7, 64)
+    assert config.training.disable_cuda_graphs  # DMuon's hooks do not run when a graph is replayed
     assert config.dmuon == DMuonConfig()
 
 

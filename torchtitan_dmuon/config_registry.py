@@ -16,15 +16,21 @@ def __getattr__(name: str) -> Callable[[], Any]:
     if not name.endswith(".toml"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; its configs are TOML files")
 
-    def config() -> Any:
-        from torchtitan_dmuon.titan import toml_config
+    def read() -> Any:
+        from torchtitan.tools.logging import logger
+
+        from torchtitan_dmuon.titan import checks, toml_config
         from torchtitan_dmuon.titan.config import ConfigError
         from torchtitan_dmuon.titan.platform import PlatformError
 
         try:
-            return toml_config.load(name).config
+            config = toml_config.load(name).config
         except (ConfigError, PlatformError) as error:
             print(f"error: {error}", file=sys.stderr)
             raise SystemExit(2) from None
+        # The other checks need the flags, which TorchTitan applies after this.
+        for line in checks.settle(config):
+            logger.info(f"config: {line}")
+        return config
 
-    return config
+    return read

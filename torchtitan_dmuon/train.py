@@ -42,19 +42,15 @@ def _checked(run: toml_config.Run) -> list[str]:
     from torchtitan_dmuon.titan import checks, data
 
     try:
-        data.prepare_for(run.config)
-        assignment = checks.check_run(run.config, int(os.environ["WORLD_SIZE"]))
+        checks.check_run(run.config, int(os.environ["WORLD_SIZE"]))
         settled = checks.settle(run.config)
         tables, left_out = toml_config.document(run)  # before this machine adapts it
-        try:
-            adapted = platform.adapt_config(run.config)
-        except ValueError as error:
-            raise ConfigError(str(error), str(error).split()[0] if "." in str(error).split()[0] else "") from None
+        adapted = platform.adapt_config(run.config)
     except ConfigError as error:
         raise run.source.locate(error) from None
+    if hasattr(run.config.dataloader, "dataset"):
+        data.prepare_for(run.config)
     lines = [f"config: {line}" for line in (*settled, *adapted)]
-    if assignment is not None:
-        lines += checks.describe(run.config, assignment)
     if os.environ["RANK"] == "0":
         path = toml_config.save(tables, left_out, run.config.dump_folder, adapted)
         lines.append(f"config saved in {path}")

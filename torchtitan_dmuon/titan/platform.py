@@ -24,6 +24,8 @@ from typing import Any
 
 import torch
 
+from torchtitan_dmuon.titan.config import ConfigError
+
 READ_IN = "torchtitan 0.3.0"
 # What `override.imports` lists; TorchTitan finds the factory by this name after importing this module.
 ATTENTION_OVERRIDE = f"{__name__}.dense_mask_attention"
@@ -44,8 +46,9 @@ class PlatformError(RuntimeError):
 
 
 def on_cpu() -> bool:
-    """Whether training runs on CPU and gloo, because torch sees no accelerator."""
-    return not torch.accelerator.is_available()
+    """Whether training runs on CPU and gloo: torch sees no accelerator, or only one without collectives (Apple's)."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return accelerator is None or accelerator.type == "mps"
 
 
 def prepare() -> None:
@@ -88,7 +91,7 @@ def prepare() -> None:
 def adapt_config(config: Any) -> list[str]:
     """Adapt a Trainer.Config to this machine, in place. Returns one line for each setting changed; none on CUDA.
 
-    Raises ValueError for a setting that cannot work on CPU.
+    Raises :class:`ConfigError` for a setting that cannot work on CPU.
     """
     if not on_cpu():
         return []
@@ -104,7 +107,7 @@ def adapt_config(config: Any) -> list[str]:
         changes.append("training.disable_cuda_graphs -> true (no CUDA)")
         config.training.disable_cuda_graphs = True
     if config.profiler.enable_memory_snapshot:
-        raise ValueError("profiler.enable_memory_snapshot needs CUDA; this machine has no accelerator")
+        raise ConfigError("enable_memory_snapshot needs CUDA", "profiler.enable_memory_snapshot")
     if config.training.enable_cpu_offload:
         changes.append("training.enable_cpu_offload -> false (everything is on the CPU)")
         config.training.enable_cpu_offload = False
@@ -112,9 +115,10 @@ def adapt_config(config: Any) -> list[str]:
     if spec is None:
         return changes
     if any(True for _ in spec.traverse(attention.VarlenAttention.Config)):
-        raise ValueError(
-            f"model {spec.name} {spec.flavor} uses varlen attention, which needs CUDA; choose a registry config with "
-            "flex or sdpa attention"
+        raise ConfigError(
+            f"{spec.name} {spec.flavor} uses varlen attention, which needs CUDA; choose a config with flex or sdpa "
+            "attention",
+            "job.config",
         )
     listed = [entry if isinstance(entry, str) else entry[0] for entry in config.override.imports]
     if ATTENTION_OVERRIDE not in listed and any(True for _ in spec.traverse(attention.FlexAttention.Config)):
