@@ -1,0 +1,59 @@
+"""TorchTitan's own DistMuon on CPU, for comparison in the bench only.
+
+Decides: how it is configured (whole matrices owned inside the shard group, one bucket a layer) and the two lines of
+torchtitan 0.3.0 that admit CUDA only, replaced while an optimizer is built or steps: its check of the parameters'
+device (`flex_shard/dist_muon.py`), and a stream made with a device, which `torch.cpu.Stream` does not take
+(`flex_shard/_optimizer_reshard_runtime.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@contextlib.contextmanager
+def _cpu_admitted() -> Iterator[None]:
+    from torchtitan.distributed.flex_shard.dist_muon import DistMuon
+
+    class Stream(torch.cpu.Stream):
+        def __new__(cls, device: Any = None, priority: int = -1) -> Any:
+            return super().__new__(cls, priority)
+
+        def __init__(self, device: Any = None, priority: int = -1) -> None:
+            super().__init__(priority)
+
+    check, stream = DistMuon._validate_parameter_storage, torch.cpu.Stream
+    DistMuon._validate_parameter_storage = lambda self: torch.device("cpu")
+    torch.cpu.Stream = Stream  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        DistMuon._validate_parameter_storage = check
+        torch.cpu.Stream = stream  # type: ignore[misc]
+
+
+def make_dist_muon(named: list[tuple[str, nn.Parameter]], **options: Any) -> torch.optim.Optimizer:
+    """DistMuon over FSDP2's shards of the named matrices."""
+    from torchtitan.distributed.flex_shard import BucketConfig, ComputeLayout, Owned
+    from torchtitan.distributed.flex_shard.dist_muon import DistMuon
+
+    class OnCpu(DistMuon):
+        def step(self, closure: Any = None) -> Any:
+            with _cpu_admitted():
+                return super().step(closure)
+
+    layers = list(dict.fromkeys(name.rsplit(".", 2)[0] for name, _ in named))
+    group = {"params": [p for _, p in named], "param_names": [n for n, _ in named]}
+    owned = ComputeLayout(shardings_by_mesh_axis={"dp_shard": Owned()})
+    with _cpu_admitted():
+        return OnCpu(
+            [group],
+            compute_sharding_by_fqn={name: owned for name, _ in named},
+            bucket_configs=tuple(BucketConfig(name=layer, patterns=(f"{layer}.*",)) for layer in layers),
+            **options,
+        )
