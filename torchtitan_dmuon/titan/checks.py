@@ -22,7 +22,7 @@ from torchtitan_dmuon.titan.config import (
     assign_parameters,
     uses_dmuon,
 )
-from torchtitan_dmuon.titan.tables import nearest, noun
+from torchtitan_dmuon.titan.tables import mentioned, nearest, noun
 
 # Parallelism that DMuon does not support yet: config key -> what to say.
 _REFUSED_AXES = {
@@ -152,7 +152,8 @@ def check_optimizer_kwargs(name: str, kwargs: dict[str, Any], path: str) -> None
     try:
         classes[name]([torch.nn.Parameter(torch.zeros(2, 2))], **kwargs)
     except (ValueError, TypeError, RuntimeError) as error:
-        culprit = next((key for key in kwargs if key in str(error)), None) or next(iter(kwargs), "")
+        parts = {key.removeprefix("ns_"): key for key in kwargs}  # as the Newton-Schulz settings call them
+        culprit = mentioned(str(error), kwargs) or parts.get(mentioned(str(error), parts), "")
         raise ConfigError(f"{name}: {error}", f"{path}.{culprit}".rstrip(".")) from None
 
 
