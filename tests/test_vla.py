@@ -123,7 +123,10 @@ def train_whole(world, rule):
     model = make()
     trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
     matrices = {n: p for n, p in trainable.items() if n.endswith(("up.weight", "down.weight", "cross.weight"))}
-    optimizer, rest = RULES[rule](list(matrices.values())), rest_of([p for n, p in trainable.items() if n not in matrices])
+    optimizer, rest = (
+        RULES[rule](list(matrices.values())),
+        rest_of([p for n, p in trainable.items() if n not in matrices]),
+    )
     losses = []
     for step in range(4):
         per_rank = [loss_of(model, step, r) for r in range(world)]
