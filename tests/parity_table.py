@@ -243,6 +243,7 @@ def figures(outcome: Outcome, ref: Outcome) -> dict[str, float]:
         "norm_0": ref.norms[0],
         "gradient": worst("gradients"),
         "momentum": worst("momenta"),
+        "norm_0_difference": abs(outcome.norms[0] - ref.norms[0]) / ref.norms[0],
         "norm": max(abs(a - b) / b for a, b in zip(outcome.norms, ref.norms)),
         "weight": worst("weights"),
         "update": update,
@@ -255,7 +256,14 @@ def limits(case: Case) -> dict[str, float]:
     Step 0 shows the reduce alone. Later steps compound: with bf16 weights in the forward, one master that falls on the
     other side of a rounding shifts that weight by 2^-8, so after 5 steps bf16 compute gets the looser bound.
     """
-    found = {"gradient": 1e-6, "momentum": 1e-6, "norm": 1e-5, "weight": 1e-5, "update": 1e-3}
+    found = {
+        "gradient": 1e-6,
+        "momentum": 1e-6,
+        "norm_0_difference": 1e-6,
+        "norm": 1e-5,
+        "weight": 1e-5,
+        "update": 1e-3,
+    }
     if case.optimizer == "muon_bf16":
         found |= {"norm": 3e-2, "weight": 3e-2, "update": 3e-2}
     if case.compute == "bfloat16":

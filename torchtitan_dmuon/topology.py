@@ -165,7 +165,8 @@ class Topology:
             by_node[self.node(h)].append(h)
         first, second = [], []
         for node, holders in by_node.items():
-            entry = root if node == self.node(root) else holders[0]
+            # On the root's rail where the node has several holders, so that its links share the load.
+            entry = root if node == self.node(root) else holders[self.local(root) % len(holders)]
             if entry != root and rank in (root, entry):
                 first.append((root, entry))
             second.extend((entry, h) for h in holders if h != entry and rank in (entry, h))
