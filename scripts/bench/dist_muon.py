@@ -21,9 +21,6 @@ def _cpu_admitted() -> Iterator[None]:
     from torchtitan.distributed.flex_shard.dist_muon import DistMuon
 
     class Stream(torch.cpu.Stream):
-        def __new__(cls, device: Any = None, priority: int = -1) -> Any:
-            return super().__new__(cls, priority)
-
         def __init__(self, device: Any = None, priority: int = -1) -> None:
             super().__init__(priority)
 

@@ -4,7 +4,7 @@ Decides: shapes, initial weights and batches, all functions of the settings alon
 equal data. Does not decide how anything is distributed.
 
 Weights are bfloat16 while gathered, in every variant, and so are their gradients: that is what travels. The products
-are taken in bfloat16 where the processor multiplies it fast, else in float32, where bfloat16 would be fifty times slower.
+are taken in bfloat16 where the processor multiplies it fast, else in float32: bfloat16 would be fifty times slower.
 
 Shape suffixes: B batch, L sequence, D model width, N heads, H head width.
 """
@@ -12,6 +12,7 @@ Shape suffixes: B batch, L sequence, D model width, N heads, H head width.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -58,6 +59,11 @@ class Settings:
             r"\.wqkv\.weight$": dmuon.MatrixLayout(groups=1, rows=(self.dim,) * 3),
             r"\.w13\.weight$": dmuon.MatrixLayout(groups=1, rows=(self.hidden,) * 2),
         }
+
+    def layout_of(self, name: str) -> dmuon.MatrixLayout:
+        """Of the matrix parameter ``name``."""
+        found = (layout for pattern, layout in self.layouts().items() if re.search(pattern, name))
+        return next(found, dmuon.MatrixLayout())
 
 
 class Linear(nn.Linear):

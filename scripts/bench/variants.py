@@ -86,7 +86,7 @@ class Variant:
 
     def masters(self) -> dict[str, torch.Tensor]:
         """Every matrix parameter in fp32, whole, on every rank. A collective."""
-        return {name: p.full_tensor().clone() for name, p in matrices(self.model)}  # type: ignore[attr-defined]
+        return {name: p.detach().full_tensor().clone() for name, p in matrices(self.model)}  # type: ignore[attr-defined]
 
     def close(self) -> None:
         pass
@@ -183,9 +183,7 @@ def _gather_muon(s: Settings, named: list[tuple[str, nn.Parameter]]) -> torch.op
     from torchtitan_dmuon.titan.gather_muon import GatherMuon
 
     for name, p in named:
-        for pattern, layout in s.layouts().items():
-            if name.endswith(pattern.replace("\\", "").removesuffix("$")):
-                set_layout(p, layout)
+        set_layout(p, s.layout_of(name))
     return GatherMuon([p for _, p in named], lr=s.matrix_lr, weight_decay=s.weight_decay, **_MUON)
 
 
