@@ -166,7 +166,8 @@ class Topology:
         first, second = [], []
         for node, holders in by_node.items():
             # On the root's rail where the node has several holders, so that its links share the load.
-            entry = root if node == self.node(root) else holders[self.local(root) % len(holders)]
+            relay = self.relay(root, node)
+            entry = root if node == self.node(root) else relay if relay in holders else holders[0]
             if entry != root and rank in (root, entry):
                 first.append((root, entry))
             second.extend((entry, h) for h in holders if h != entry and rank in (entry, h))
