@@ -6,6 +6,7 @@ only processes forked here are ended.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import pickle
@@ -109,10 +110,8 @@ def run_ranks(
             failure = failure or f"ranks {sorted(children[e][0] for e in live)} still ran after {limit} s"
     for end, (_, pid) in children.items():
         if failure is not None:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
         os.close(end)
         os.waitpid(pid, 0)
     if failure is not None:

@@ -1,4 +1,4 @@
-"""TorchTitan's Trainer with owned matrices: the same run as gather-then-replicate Muon, on every setting a user may turn."""
+"""TorchTitan's Trainer with owned matrices: the run of gather-then-replicate Muon, on every setting a user may turn."""
 
 import json
 import pathlib

@@ -101,7 +101,8 @@ def train(
     after: Callable[[Any], Any] | None = None,
     limit: float = 240,
 ) -> list[dict[str, Any]]:
-    """Run the trainer on forked ranks. Per rank: {"steps": [(step, loss, grad norm)], "metrics": [...], "before", "after"}.
+    """Run the trainer on forked ranks. Per rank: {"steps": [(step, loss, grad norm)], "metrics": [...], "before": ...,
+    "after": ...}.
 
     ``before(trainer)`` and ``after(trainer)`` run on every rank around the training.
     """
