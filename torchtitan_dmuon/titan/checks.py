@@ -107,8 +107,8 @@ def check_dmuon(config: Any) -> None:
             )
     if config.parallelism.spmd_backend == "full_dtensor":
         raise ConfigError(
-            'spmd_backend = "full_dtensor": DMuon gathers plain weights, which that backend cannot mix with its DTensor '
-            'inputs; use "spmd_types" or "partial_dtensor"',
+            'spmd_backend = "full_dtensor": DMuon gathers plain weights, which that backend cannot mix with its '
+            'DTensor inputs; use "spmd_types" or "partial_dtensor"',
             "parallelism.spmd_backend",
         )
     if config.training.enable_cpu_offload:

@@ -8,13 +8,15 @@ refused before TorchTitan is imported.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
+import logging
 import os
 import re
 import sys
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import tomli
@@ -83,7 +85,8 @@ def parse(args: Sequence[str]) -> Run:
         source = Source(module, config)
         run = Run(_registry_config(source), source)
     run.source.flags = flags
-    run.config = _with_flags(run, rest)
+    with _quiet():
+        run.config = _with_flags(run, rest)
     return run
 
 
@@ -109,11 +112,24 @@ def load(file: str) -> Run:
         dmuon = data.get("dmuon")
         if dmuon is not None:  # checked first: it needs no import
             merger.value(("dmuon",), DMuonConfig, dmuon, DMuonConfig())
-        base = _registry_config(source)
-        base = _ours(base, wanted=dmuon is not None)
-        return Run(merger.table((), type(base), data, base), source)
+        with _quiet():
+            base = _registry_config(source)
+            base = _ours(base, wanted=dmuon is not None)
+            return Run(merger.table((), type(base), data, base), source)
     except ConfigError as error:
         raise source.locate(error) from None
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """No warnings of configs that are only steps on the way: what is built in the end warns again."""
+    root = logging.getLogger()
+    level = root.level
+    root.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        root.setLevel(level)
 
 
 def _ours(base: Any, wanted: bool) -> Any:
