@@ -264,8 +264,9 @@ def test_twins_differ_in_the_optimizer_tables_alone(model):
     gather_first, dmuon_first = groups[1][0], groups[2][0]
     assert (gather_first.pop("optimizer_name"), dmuon_first.pop("optimizer_name")) == ("GatherMuon", "DMuon")
     assert gather_first == dmuon_first
-    # The comparison is of optimizers at one learning rate: match_rms_adamw scales Muon's step to AdamW's.
-    assert gather_first["optimizer_kwargs"]["lr"] == groups[0][0]["optimizer_kwargs"]["lr"]
+    # match_rms_adamw scales Muon's step to AdamW's of a long run; thirty steps from nothing want more.
+    same_rate = gather_first["optimizer_kwargs"]["lr"] == groups[0][0]["optimizer_kwargs"]["lr"]
+    assert same_rate == (model != "debug")
 
 
 # Matrices of a block: q, k, v (one fused weight), wo, w1, w2, w3.
