@@ -35,6 +35,8 @@ class OwnedOptimizer(torch.optim.Optimizer):
         **defaults: Any,
     ) -> None:
         self.engine = engine
+        # Rows on dim 0 of the parameters that have several pieces: their state is one tensor with that many rows.
+        self.stack_sizes = {p.name: p.spec.shape[0] for u in engine.units for p in u.params if not p.whole}
         self.inner = factory([dict(g) for g in groups], **defaults)
         self._by_unit: list[list[nn.Parameter]] = [list(u.master_of.values()) for u in engine.units]
         mine = {p for g in self.inner.param_groups for p in g["params"]}

@@ -31,6 +31,7 @@ from .hooks import Hooks
 from .leaf import adapt_leaf, adapt_root
 from .optimizer import OptimizerFactory, OwnedOptimizer
 from .parameter import OwnedParameter
+from .row_shards import RowShards
 from .transport import Transport, make_transport
 from .unit import Unit
 
@@ -329,16 +330,16 @@ class OwnedMatrices:
 
     # ---- MasterStore, for the modules' state dicts ----
 
-    def master_state(self, param: OwnedParameter) -> torch.Tensor | None:
+    def master_state(self, param: OwnedParameter) -> Any | None:
         unit, _ = self._params[param.name]
-        if not param.whole:
-            raise NotImplementedError(f"{param.name}: the state of a stack with several owners")
-        piece = param.pieces[0]
         # Under replica ownership the replica that sums the gradient speaks for the others.
-        return unit.master_of[piece.key].detach() if piece.key in unit.rooted else None
+        mine = {p.start: unit.master_of[p.key].detach() for p in param.pieces if p.key in unit.rooted}
+        if not mine:
+            return None
+        return mine[0] if param.whole else RowShards(param.spec.shape, mine)
 
     @torch.no_grad()
-    def load_master(self, param: OwnedParameter, value: torch.Tensor) -> None:
+    def load_master(self, param: OwnedParameter, value: torch.Tensor | RowShards) -> None:
         self._write(param.name, value)
         self._uninitialized.discard(param.name)
 
@@ -347,11 +348,14 @@ class OwnedMatrices:
         self.engine.stale = True
 
     @torch.no_grad()
-    def _write(self, name: str, value: torch.Tensor) -> None:
+    def _write(self, name: str, value: torch.Tensor | RowShards) -> None:
         unit, param = self._params[name]
         for piece in param.pieces:
             if piece.key in unit.master_of:
-                rows = value if param.whole else value[piece.start : piece.stop]
+                if isinstance(value, RowShards):
+                    rows = value.rows[piece.start]
+                else:
+                    rows = value if param.whole else value[piece.start : piece.stop]
                 unit.master_of[piece.key].copy_(rows.reshape(piece.shape))
 
 

@@ -22,6 +22,7 @@ from torchtitan.components.optimizer.utils import (
 )
 from torchtitan.tools.logging import logger
 
+from torchtitan_dmuon.checkpoint import load_optimizer_state, optimizer_state
 from torchtitan_dmuon.matrices import canonical_name
 from torchtitan_dmuon.muon import Muon, set_layout, settings_of
 from torchtitan_dmuon.newton_schulz import flops
@@ -136,26 +137,20 @@ class DMuonOptimizersContainer(OptimizersContainer):
     def state_dict(self) -> dict[str, Any]:
         result: dict[str, Any] = {}
         for optimizer in self.optimizers:
-            inner = _inner(optimizer)
-            init_optim_state(inner)
-            result.update(get_flat_optim_state_dict(inner))
+            if isinstance(optimizer, OwnedOptimizer):
+                result.update(optimizer_state(optimizer))
+            else:
+                init_optim_state(optimizer)
+                result.update(get_flat_optim_state_dict(optimizer))
         return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for optimizer in self.optimizers:
-            inner = _inner(optimizer)
-            init_optim_state(inner)
-            before = [dict(g) for g in inner.param_groups]
-            load_flat_optim_state_dict(inner, state_dict)
-            for group, old in zip(inner.param_groups, before, strict=True):
-                for key, value in old.items():  # a rank that owns nothing of a group finds no options for it
-                    group.setdefault(key, value)
             if isinstance(optimizer, OwnedOptimizer):
-                optimizer.share()
-
-
-def _inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    return optimizer.inner if isinstance(optimizer, OwnedOptimizer) else optimizer
+                load_optimizer_state(optimizer, state_dict)
+            else:
+                init_optim_state(optimizer)
+                load_flat_optim_state_dict(optimizer, state_dict)
 
 
 def _options_of(group: dict[str, Any]) -> dict[str, Any]:

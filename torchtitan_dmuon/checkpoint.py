@@ -1,0 +1,116 @@
+"""State that does not depend on who owns what, for torch.distributed.checkpoint (DCP).
+
+Decides: what a rank contributes under a parameter's name: the whole tensor where it owns the parameter, its rows of one
+global tensor where a stack has several owners, nothing otherwise. Does not decide where files go. Keeps invariant 9:
+keys are parameter names, so another plan or world size reads the same state.
+
+    state = {"model": model.state_dict(), "optimizer": optimizer_state(optimizer)}
+    dcp.save(state, checkpoint_id=path)            # and to resume, on any mesh:
+    dcp.load(state, checkpoint_id=path)
+    model.load_state_dict(state["model"], strict=False)
+    load_optimizer_state(optimizer, state["optimizer"])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from .runtime.optimizer import OwnedOptimizer
+from .runtime.row_shards import RowShards
+
+
+@torch.no_grad()
+def materialize_state(optimizer: OwnedOptimizer) -> None:
+    """Let the inner optimizer create its state without moving a weight: one step of zero gradients at rate zero."""
+    inner = optimizer.inner
+    params = [p for group in inner.param_groups for p in group["params"]]
+    if inner.state or not params or any(p.grad is not None for p in params):
+        return
+    rates = [group.get("lr") for group in inner.param_groups]
+    for group in inner.param_groups:
+        if "lr" in group:
+            group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
+    for p in params:
+        p.grad = torch.zeros_like(p)
+    try:
+        inner.step()
+    finally:
+        for p in params:
+            p.grad = None
+        for group, rate in zip(inner.param_groups, rates):
+            if rate is not None:
+                group["lr"] = rate
+
+
+def optimizer_state(optimizer: OwnedOptimizer) -> dict[str, Any]:
+    """Flat state of what this rank owns: ``state.{name}.{key}`` and ``param_groups.{name}.{option}``, the keys of
+    TorchTitan's checkpoints. Tensors are the optimizer's own, so a DCP load writes them in place."""
+    materialize_state(optimizer)
+    flat: dict[str, Any] = {}
+    rows: dict[str, dict[int, torch.Tensor]] = {}
+    for group, name, piece_row, param in _owned(optimizer):
+        for key, value in optimizer.inner.state[param].items():
+            if piece_row is None:
+                flat[f"state.{name}.{key}"] = value
+            elif isinstance(value, torch.Tensor) and value.ndim > 0:
+                rows.setdefault(f"state.{name}.{key}", {})[piece_row] = value
+            else:  # a counter: each piece its own, since pieces may have skipped steps apart
+                flat[f"state.{name}[{piece_row}].{key}"] = value
+        for option, value in group.items():
+            if option not in ("params", "param_names"):
+                flat[f"param_groups.{name}.{option}"] = value
+    for key, held in rows.items():
+        name = key.removeprefix("state.").rpartition(".")[0]
+        first = next(iter(held.values()))
+        flat[key] = RowShards((optimizer.stack_sizes[name], *first.shape), held)
+    return flat
+
+
+def load_optimizer_state(optimizer: OwnedOptimizer, flat: Mapping[str, Any]) -> None:
+    """Inverse of :func:`optimizer_state`; keys of other optimizers are ignored. KeyError names what is missing."""
+    materialize_state(optimizer)
+    for group in optimizer.inner.param_groups:  # options only where this rank owns something of the group
+        owned = [name for g, name, _, _ in _owned(optimizer) if g is group]
+        for option in [o for o in group if o not in ("params", "param_names")]:
+            if owned:
+                group[option] = _required(flat, f"param_groups.{owned[0]}.{option}")
+    loaded: dict[torch.Tensor, dict[str, Any]] = {}
+    for _, name, row, param in _owned(optimizer):
+        state = {}
+        for key, current in optimizer.inner.state[param].items():
+            if row is None:
+                state[key] = _required(flat, f"state.{name}.{key}")
+            elif isinstance(current, torch.Tensor) and current.ndim > 0:
+                state[key] = _required(flat, f"state.{name}.{key}").rows[row]
+            else:
+                state[key] = _required(flat, f"state.{name}[{row}].{key}")
+        loaded[param] = state
+    # Through the optimizer's own load, which checks conventions and converts dtypes.
+    packed = optimizer.inner.state_dict()
+    index = 0
+    for group in optimizer.inner.param_groups:
+        for param in group["params"]:
+            packed["state"][index] = loaded[param]
+            index += 1
+    optimizer.load_state_dict(packed)
+
+
+def _owned(optimizer: OwnedOptimizer) -> list[tuple[dict[str, Any], str, int | None, torch.Tensor]]:
+    """(group, parameter name, row of a stack or None, master) of everything this rank owns."""
+    found = []
+    for group in optimizer.inner.param_groups:
+        for key, param in zip(group["param_names"], group["params"], strict=True):
+            name, bracket, row = key.partition("[")
+            found.append((group, name, int(row.rstrip("]")) if bracket else None, param))
+    return found
+
+
+def _required(flat: Mapping[str, Any], key: str) -> Any:
+    if key not in flat:
+        raise KeyError(
+            f"the checkpoint has no {key!r}: it was written without this optimizer's state, or for another model"
+        )
+    return flat[key]
