@@ -10,7 +10,6 @@ import contextlib
 import datetime
 import logging
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ..matrices import WHOLE, MatrixLayout, OwnedSpec, Piece, canonical_name, count_matrices
+from ..matrices import MatrixLayout, OwnedSpec, Piece, count_matrices
 from ..ownership import CostModel, MeshSpec, OwnershipPlan, assign
 from ..seeding import stream_seed
 from ..topology import Topology, UnitLayout
@@ -32,12 +31,11 @@ from .leaf import adapt_leaf, adapt_root
 from .optimizer import OptimizerFactory, OwnedOptimizer
 from .parameter import OwnedParameter
 from .row_shards import RowShards
+from .selection import Select, group_units, parameter_slots, select_specs
 from .transport import Transport, make_transport
 from .unit import Unit
 
 logger = logging.getLogger(__name__)
-
-Select = str | re.Pattern[str] | Callable[[str, nn.Parameter], bool]
 
 
 @dataclass(frozen=True)
@@ -105,10 +103,10 @@ def own_matrices(
     grid = RankGrid.of(mesh)
     topology = _topology(grid, ranks_per_node, routing, holders, ownership)
     _check_options(publish, prefetch)
-    slots = _slots(model)
-    specs = _specs(slots, select, layouts or {}, stacks)
+    slots = parameter_slots(model)
+    specs = select_specs(slots, select, layouts or {}, stacks)
     chosen = {spec.name: slots[spec.name] for spec in specs}
-    grouped, modules_of = _group_units(model, list(units), chosen)
+    grouped, modules_of = group_units(model, list(units), chosen)
     plan = _plan(specs, grouped, topology, balance, cost)
 
     rank = grid.ranks.index(dist.get_rank()) if topology.world > 1 else 0
@@ -392,102 +390,6 @@ def _device_of(grid: RankGrid) -> torch.device:
     if grid.device_type == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device(grid.device_type)
-
-
-def _slots(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
-    """Canonical name of each parameter -> every (module, attribute) that holds it; tied weights have several."""
-    names: dict[nn.Parameter, str] = {}
-    slots: dict[str, list[tuple[nn.Module, str]]] = {}
-    for prefix, module in model.named_modules():
-        for attribute, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            name = canonical_name(f"{prefix}.{attribute}" if prefix else attribute)
-            slots.setdefault(names.setdefault(parameter, name), []).append((module, attribute))
-    return slots
-
-
-def _specs(
-    slots: Mapping[str, list[tuple[nn.Module, str]]],
-    select: Select | Sequence[OwnedSpec],
-    layouts: Mapping[str, MatrixLayout],
-    stacks: str | None,
-) -> list[OwnedSpec]:
-    if isinstance(select, Sequence) and not isinstance(select, str):
-        unknown = [s.name for s in select if s.name not in slots]
-        if unknown:
-            raise ValueError(f"{unknown[0]}: the model has no such parameter ({len(unknown)} unknown names)")
-        return list(select)
-    rule = select if callable(select) else lambda name, _p, regex=re.compile(select): bool(regex.search(name))
-    specs, left = [], []
-    used: set[str] = set()
-    for name, places in slots.items():
-        module, attribute = places[0]
-        parameter = module._parameters[attribute]
-        assert parameter is not None
-        if not rule(name, parameter):
-            continue
-        if parameter.ndim < 2:
-            left.append(name)
-            continue
-        if parameter.ndim > 3 or (parameter.ndim == 3 and not (stacks and re.search(stacks, name))):
-            raise ValueError(
-                f"{name} has shape {tuple(parameter.shape)}: it is no matrix. Leave it out of `select`, or name it in "
-                "`stacks` if its slices on dim 0 are matrices"
-            )
-        pattern = next((p for p in layouts if re.search(p, name)), None)
-        if pattern is not None:
-            used.add(pattern)
-        specs.append(OwnedSpec(name, tuple(parameter.shape), layouts[pattern] if pattern else WHOLE))
-    if unused := [p for p in layouts if p not in used]:
-        raise ValueError(f"layouts: pattern {unused[0]!r} matches no selected parameter")
-    if not specs:
-        some = ", ".join(list(slots)[:4])
-        raise ValueError(f"select = {select!r} matches no matrix; parameter names look like: {some}")
-    if left:
-        logger.info("%d parameters with fewer than 2 dimensions are left to FSDP2: %s ...", len(left), left[0])
-    return specs
-
-
-def _group_units(
-    model: nn.Module, units: list[nn.Module], chosen: Mapping[str, list[tuple[nn.Module, str]]]
-) -> tuple[list[tuple[str, list[str]]], dict[int, list[nn.Module]]]:
-    """(unit name, parameter names) in forward order, and the modules each unit hooks."""
-    names = {module: canonical_name(name) for name, module in model.named_modules()}
-    strangers = [u for u in units if u not in names]
-    if strangers:
-        raise ValueError(f"units: {type(strangers[0]).__qualname__} is not a submodule of the model")
-    inside: dict[nn.Module, list[nn.Module]] = {}
-    for unit in units:
-        for module in unit.modules():
-            inside.setdefault(module, []).append(unit)
-    members: dict[nn.Module, list[str]] = {unit: [] for unit in units}
-    root: list[str] = []
-    shared: dict[tuple[nn.Module, ...], list[str]] = {}
-    for name, places in chosen.items():
-        # The innermost unit around each place; the last registered of nested ones is not assumed to be it.
-        around = [min(inside.get(m, []), key=lambda u: sum(1 for _ in u.modules()), default=None) for m, _ in places]
-        distinct = list(dict.fromkeys(around))
-        if len(distinct) > 1:
-            shared.setdefault(tuple(dict.fromkeys(m for m, _ in places)), []).append(name)
-        elif distinct[0] is None:
-            root.append(name)
-        else:
-            members[distinct[0]].append(name)
-    grouped: list[tuple[str, list[str]]] = []
-    modules_of: dict[int, list[nn.Module]] = {}
-
-    def add(name: str, params: list[str], modules: list[nn.Module]) -> None:
-        if params:
-            modules_of[len(grouped)] = modules
-            grouped.append((name, params))
-
-    add("(root)", root, [model])
-    for modules, params in shared.items():
-        add(f"(shared) {params[0]}", params, list(modules))
-    for unit, params in members.items():
-        add(names[unit], params, [unit])
-    return grouped, modules_of
 
 
 def _plan(

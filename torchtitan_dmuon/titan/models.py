@@ -20,6 +20,7 @@ from torchtitan_dmuon.titan.config import ConfigError
 def owned_specs(model: nn.Module, names: Iterable[str]) -> list[OwnedSpec]:
     """The specs of these canonical parameter names, in the model's order. ConfigError names the first non-matrix."""
     wanted = set(names)
+    parents = {child: parent for parent in model.modules() for child in parent.children()}
     specs = []
     for path, module in model.named_modules():
         for attribute, parameter in module._parameters.items():
@@ -27,26 +28,26 @@ def owned_specs(model: nn.Module, names: Iterable[str]) -> list[OwnedSpec]:
             if parameter is None or name not in wanted:
                 continue
             wanted.discard(name)  # a tied weight counts once
-            layout = _layout(model, module, attribute, name, tuple(parameter.shape))
+            if module is getattr(model, "lm_head", None):
+                raise _refusal(name, tuple(parameter.shape), "the output head")
+            layout = _layout(parents.get(module), module, attribute, name, tuple(parameter.shape))
             specs.append(OwnedSpec(name, tuple(parameter.shape), layout))
     if wanted:
         raise ConfigError(f"{min(wanted)}: the model has no such parameter", "optimizer.param_groups")
     return specs
 
 
-def _layout(model: nn.Module, module: nn.Module, attribute: str, name: str, shape: tuple[int, ...]) -> MatrixLayout:
+def _layout(
+    parent: nn.Module | None, module: nn.Module, attribute: str, name: str, shape: tuple[int, ...]
+) -> MatrixLayout:
     from torchtitan.models.common.attention import FusedQKVLinear
     from torchtitan.models.common.moe import GroupedExperts
     from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
 
-    parents = {child: parent for parent in model.modules() for child in parent.children()}
     if isinstance(module, GroupedExperts) and len(shape) == 3:
         interleaved = isinstance(module, GptOssGroupedExperts) and attribute == "mlp1_weight_EGD"
         return MatrixLayout(groups=shape[1] // 2, rows=(1, 1)) if interleaved else WHOLE
     if isinstance(module, nn.Linear) and attribute == "weight":
-        if module is getattr(model, "lm_head", None):
-            raise _refusal(name, shape, "the output head")
-        parent = parents.get(module)
         if isinstance(parent, FusedQKVLinear):
             rows = (parent.heads_per_kv * parent.head_dim, parent.head_dim, parent.head_dim)
             return MatrixLayout(groups=shape[0] // sum(rows), rows=rows)

@@ -18,7 +18,7 @@ from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
 from torchtitan_dmuon.runtime.owned import OwnedMatrices
-from torchtitan_dmuon.titan import seams
+from torchtitan_dmuon.titan import checks, seams
 from torchtitan_dmuon.titan.config import DMuonConfig, retype, uses_dmuon
 from torchtitan_dmuon.titan.metrics import DMuonMetricsProcessor
 
@@ -30,6 +30,10 @@ class DMuonTrainer(Trainer):
         """Owner-placed Muon."""
 
     def __init__(self, config: Config) -> None:
+        # Also for those who come through TorchTitan's own entry point, where nothing has looked at the flags yet.
+        checks.check_mesh(config, int(os.environ["WORLD_SIZE"]))
+        checks.check_dmuon(config)
+        checks.settle(config)
         if uses_dmuon(config) and config.model_spec is not None:
             from torchtitan_dmuon.titan.parallelize import with_owned_matrices
 

@@ -1,0 +1,115 @@
+"""Which parameters of a model are owned, and which of them form a unit.
+
+Decides: how a selection and a list of modules become specs and units. Keeps: a parameter is selected or refused by
+name, and belongs to exactly one unit. Communicates nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import nn
+
+from ..matrices import WHOLE, MatrixLayout, OwnedSpec, canonical_name
+
+logger = logging.getLogger(__name__)
+
+Select = str | re.Pattern[str] | Callable[[str, nn.Parameter], bool]
+
+
+def parameter_slots(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
+    """Canonical name of each parameter -> every (module, attribute) that holds it; tied weights have several."""
+    names: dict[nn.Parameter, str] = {}
+    slots: dict[str, list[tuple[nn.Module, str]]] = {}
+    for prefix, module in model.named_modules():
+        for attribute, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            name = canonical_name(f"{prefix}.{attribute}" if prefix else attribute)
+            slots.setdefault(names.setdefault(parameter, name), []).append((module, attribute))
+    return slots
+
+
+def select_specs(
+    slots: Mapping[str, list[tuple[nn.Module, str]]],
+    select: Select | Sequence[OwnedSpec],
+    layouts: Mapping[str, MatrixLayout],
+    stacks: str | None,
+) -> list[OwnedSpec]:
+    if isinstance(select, Sequence) and not isinstance(select, str):
+        unknown = [s.name for s in select if s.name not in slots]
+        if unknown:
+            raise ValueError(f"{unknown[0]}: the model has no such parameter ({len(unknown)} unknown names)")
+        return list(select)
+    rule = select if callable(select) else lambda name, _p, regex=re.compile(select): bool(regex.search(name))
+    specs, left = [], []
+    used: set[str] = set()
+    for name, places in slots.items():
+        module, attribute = places[0]
+        parameter = module._parameters[attribute]
+        assert parameter is not None
+        if not rule(name, parameter):
+            continue
+        if parameter.ndim < 2:
+            left.append(name)
+            continue
+        if parameter.ndim > 3 or (parameter.ndim == 3 and not (stacks and re.search(stacks, name))):
+            raise ValueError(
+                f"{name} has shape {tuple(parameter.shape)}: it is no matrix. Leave it out of `select`, or name it in "
+                "`stacks` if its slices on dim 0 are matrices"
+            )
+        pattern = next((p for p in layouts if re.search(p, name)), None)
+        if pattern is not None:
+            used.add(pattern)
+        specs.append(OwnedSpec(name, tuple(parameter.shape), layouts[pattern] if pattern else WHOLE))
+    if unused := [p for p in layouts if p not in used]:
+        raise ValueError(f"layouts: pattern {unused[0]!r} matches no selected parameter")
+    if not specs:
+        some = ", ".join(list(slots)[:4])
+        raise ValueError(f"select = {select!r} matches no matrix; parameter names look like: {some}")
+    if left:
+        logger.info("%d parameters with fewer than 2 dimensions are left to FSDP2: %s ...", len(left), left[0])
+    return specs
+
+
+def group_units(
+    model: nn.Module, units: list[nn.Module], chosen: Mapping[str, list[tuple[nn.Module, str]]]
+) -> tuple[list[tuple[str, list[str]]], dict[int, list[nn.Module]]]:
+    """(unit name, parameter names) in forward order, and the modules each unit hooks."""
+    names = {module: canonical_name(name) for name, module in model.named_modules()}
+    strangers = [u for u in units if u not in names]
+    if strangers:
+        raise ValueError(f"units: {type(strangers[0]).__qualname__} is not a submodule of the model")
+    inside: dict[nn.Module, list[nn.Module]] = {}
+    for unit in units:
+        for module in unit.modules():
+            inside.setdefault(module, []).append(unit)
+    members: dict[nn.Module, list[str]] = {unit: [] for unit in units}
+    root: list[str] = []
+    shared: dict[tuple[nn.Module, ...], list[str]] = {}
+    for name, places in chosen.items():
+        # The innermost unit around each place; the last registered of nested ones is not assumed to be it.
+        around = [min(inside.get(m, []), key=lambda u: sum(1 for _ in u.modules()), default=None) for m, _ in places]
+        distinct = list(dict.fromkeys(around))
+        if len(distinct) > 1:
+            shared.setdefault(tuple(dict.fromkeys(m for m, _ in places)), []).append(name)
+        elif distinct[0] is None:
+            root.append(name)
+        else:
+            members[distinct[0]].append(name)
+    grouped: list[tuple[str, list[str]]] = []
+    modules_of: dict[int, list[nn.Module]] = {}
+
+    def add(name: str, params: list[str], modules: list[nn.Module]) -> None:
+        if params:
+            modules_of[len(grouped)] = modules
+            grouped.append((name, params))
+
+    add("(root)", root, [model])
+    for modules, params in shared.items():
+        add(f"(shared) {params[0]}", params, list(modules))
+    for unit, params in members.items():
+        add(names[unit], params, [unit])
+    return grouped, modules_of
