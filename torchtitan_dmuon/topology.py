@@ -131,7 +131,8 @@ class Topology:
         source = self.holder(root, cell)
         if self.routing == "flat" or self.node(cell[0]) == self.node(cell[-1]):
             return [[(source, d) for d in cell if d != source and rank in (source, d)]]
-        first, second = [], []
+        first: list[tuple[int, int]] = []
+        second: list[tuple[int, int]] = []
         for node in range(self.node(cell[0]), self.node(cell[-1]) + 1):
             members = [m for m in self.node_members(node) if m in cell]
             entry = source if self.node(source) == node else members[self.local(root) % len(members)]
@@ -163,7 +164,8 @@ class Topology:
         by_node: dict[int, list[int]] = defaultdict(list)
         for h in targets:
             by_node[self.node(h)].append(h)
-        first, second = [], []
+        first: list[tuple[int, int]] = []
+        second: list[tuple[int, int]] = []
         for node, holders in by_node.items():
             # On the root's rail where the node has several holders, so that its links share the load.
             relay = self.relay(root, node)

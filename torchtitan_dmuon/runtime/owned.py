@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -114,7 +115,8 @@ def own_matrices(
     transports: dict[str, Transport | None] = dict.fromkeys(PHASES)
     groups: list[dist.ProcessGroup] = []
     if topology.world > 1:
-        groups = [dist.new_group(list(grid.ranks), timeout=timeout, use_local_synchronization=True) for _ in PHASES]
+        made = [dist.new_group(list(grid.ranks), timeout=timeout, use_local_synchronization=True) for _ in PHASES]
+        groups = cast(list[dist.ProcessGroup], made)
         _compare_plans(plan, groups[PHASES.index("reduce_between_nodes")], rank)
         transports = {phase: make_transport(group) for phase, group in zip(PHASES, groups)}
     return OwnedMatrices(
@@ -287,7 +289,7 @@ class OwnedMatrices:
         the world size nor on the plan. Only one piece at a time is in memory.
         """
         for _, param in self._params.values():
-            self.initialize_one(param.name, lambda t, name=param.name: init(name, t), seed)
+            self.initialize_one(param.name, functools.partial(init, param.name), seed)
 
     @torch.no_grad()
     def initialize_one(self, name: str, init: Callable[[torch.Tensor], Any], seed: int) -> None:

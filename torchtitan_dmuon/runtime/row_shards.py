@@ -33,7 +33,7 @@ class RowShards(torch.Tensor):
         pass  # made whole by __new__
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is torch.ops.aten.detach.default:
             return RowShards(tuple(args[0].shape), args[0].rows)
         if func is torch.ops.aten.copy_.default and all(isinstance(a, RowShards) for a in args[:2]):

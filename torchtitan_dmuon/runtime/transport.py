@@ -34,10 +34,11 @@ class PointToPoint:
     def exchange(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Callable[[], None]:
         if not sends and not recvs:
             return lambda: None
+        works: list[dist.Work | None]
         if self._grouped:
             ops = [dist.P2POp(dist.irecv, t, group=self.group, group_peer=p) for p, t in recvs]
             ops += [dist.P2POp(dist.isend, t, group=self.group, group_peer=p) for p, t in sends]
-            works = dist.batch_isend_irecv(ops)
+            works = list(dist.batch_isend_irecv(ops))
         else:
             works = [dist.irecv(t, group=self.group, group_src=p) for p, t in recvs]
             works += [dist.isend(t, group=self.group, group_dst=p) for p, t in sends]
