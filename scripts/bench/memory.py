@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from .model import Settings
 from .variants import make_variant
@@ -24,9 +25,11 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
 
 def _live_storages() -> dict[int, int]:
     found = {}
-    for thing in gc.get_objects():
-        if isinstance(thing, torch.Tensor):
-            tensor = thing.to_local() if hasattr(thing, "to_local") else thing
+    with torch._C.DisableTorchFunctionSubclass():  # weights that are not gathered refuse to be looked at
+        for thing in gc.get_objects():
+            if not issubclass(type(thing), torch.Tensor):  # isinstance would wake lazy objects
+                continue
+            tensor = thing._local_tensor if isinstance(thing, DTensor) else thing
             storage = tensor.untyped_storage()
             if storage.device.type == "cpu" and storage.nbytes():
                 found[storage.data_ptr()] = storage.nbytes()
@@ -39,8 +42,7 @@ def _status(key: str) -> int:
 
 
 def peak_bytes(rank: int, world: int, name: str, settings: Settings, replicas: int) -> dict[str, int]:
-    """The largest rank's figures: {"peak_bytes_per_rank", "rest_bytes_per_rank"}. For processes of their own: it changes
-    how they allocate."""
+    """The largest rank's {"peak_bytes_per_rank", "rest_bytes_per_rank"}. It changes how its processes allocate."""
     libc = ctypes.CDLL(None)
     for option, value in ((_M_MMAP_THRESHOLD, 1 << 16), (_M_TRIM_THRESHOLD, 1 << 16), (_M_MMAP_MAX, 1 << 20)):
         libc.mallopt(option, value)
