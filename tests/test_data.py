@@ -128,7 +128,10 @@ def test_command_reports_and_fails_in_one_line(tmp_path, capsys, monkeypatch, so
 def test_torchtitan_reads_it(prepared):
     """TorchTitan's tokenizer and text data set: begin and end tokens, shards without overlap, labels shifted by one."""
     pytest.importorskip("torchtitan")
-    tokenizer_module = pytest.importorskip("torchtitan.components.tokenizer")
+    from torchtitan_dmuon.titan import platform
+
+    platform.prepare()  # before any other torchtitan module, for the tests that come after in this process
+    from torchtitan.components.tokenizer import HuggingFaceTokenizer
     from torchtitan.hf_datasets import text_datasets
 
     text_datasets.DATASETS.pop(data.DATASET, None)
@@ -136,7 +139,7 @@ def test_torchtitan_reads_it(prepared):
     assert data.DATASET not in text_datasets.DATASETS  # importing our module registers nothing
     data.register_datasets()
     try:
-        tokenizer = tokenizer_module.HuggingFaceTokenizer(tokenizer_path=str(prepared))
+        tokenizer = HuggingFaceTokenizer(tokenizer_path=str(prepared))
         ids = tokenizer.encode("def f(x):\n    return x é\n", add_bos=True, add_eos=True)
         assert (ids[0], ids[-1]) == (tokenizer.bos_id, tokenizer.eos_id) == (0, 1)
         assert tokenizer.decode(ids[1:-1]) == "def f(x):\n    return x é\n"
@@ -150,7 +153,7 @@ def test_torchtitan_reads_it(prepared):
             assert batch["input"][1:].tolist() == labels[:-1].tolist()
             firsts.append(tokenizer.decode(batch["input"].tolist()))
         texts = data.load_documents(str(prepared))["text"]
-        assert texts[0].startswith(firsts[0][:80]) and texts[len(texts) // 2].startswith(firsts[1][:80])
+        assert texts[0].startswith(firsts[0][:80]) and texts[-(-len(texts) // 2)].startswith(firsts[1][:80])
     finally:
         text_datasets.DATASETS.pop(data.DATASET, None)
 
