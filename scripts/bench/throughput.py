@@ -37,7 +37,7 @@ DEFAULT = {
     "g": ("adamw_tuned", "gather_muon", "dmuon"),
 }
 # Few tokens and wide matrices: Newton-Schulz weighs more than messages do.
-NODE_SETTINGS = Settings(dim=256, layers=4, heads=4, hidden=768, vocab=512, batch=4, length=150)
+NODE_SETTINGS = Settings(dim=256, layers=4, heads=4, hidden=768, vocab=512, batch=4, length=115)
 QUICK_SETTINGS = Settings(dim=64, layers=2, heads=2, hidden=96, vocab=64, batch=1, length=32)
 _IDLE_WANTED = 0.9
 
