@@ -26,7 +26,7 @@ def _cpu_admitted() -> Iterator[None]:
 
     check, stream = DistMuon._validate_parameter_storage, torch.cpu.Stream
     DistMuon._validate_parameter_storage = lambda self: torch.device("cpu")
-    torch.cpu.Stream = Stream  # type: ignore[misc]
+    torch.cpu.Stream = Stream  # type: ignore[misc, assignment]
     try:
         yield
     finally:

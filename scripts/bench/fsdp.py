@@ -11,6 +11,7 @@ the sum over all ranks, whatever the way and the accumulation.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -68,7 +69,7 @@ class Fsdp:
             if self.way != "stock":
                 module.set_custom_reduce_scatter(ExchangeAndSum())
             if self.overlapped:
-                module.set_all_reduce_hook(lambda output, index=index: self._between_replicas(index, output))
+                module.set_all_reduce_hook(functools.partial(self._between_replicas, index))
 
     def begin_backward(self, last: bool) -> None:
         """``last``: the step follows. Otherwise sums stay inside each replica until the last."""

@@ -230,7 +230,8 @@ def summarize(
             # DistMuon runs a Newton-Schulz of its own, which is not timed.
             "ns_share": None if name == "dist_muon" else ns / statistics.fmean(steps[name]),
             "exposed_seconds": {
-                phase: _or_none(statistics.fmean(per_round(name, lambda s, p=phase: s.exposed[p]))) for phase in PHASES
+                phase: _or_none(statistics.fmean(v for rank in by_rank for v in rank[name].exposed[phase]))
+                for phase in PHASES
             },
             "cpu_seconds": world * statistics.median(per_round(name, lambda s: s.cpu_seconds)),
             "loss": statistics.fmean(rank[name].loss for rank in by_rank) * world,

@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             regimes.one_node, world, settings, args.variants, args.rounds, args.steps, limit=args.limit
         )
     else:
-        ratios = regimes.SWEEP if args.regime == "sweep" else (regimes.RATIO[args.regime],)
+        ratios: tuple[float, ...] = regimes.SWEEP if args.regime == "sweep" else (regimes.RATIO[args.regime],)
         if args.ratios:
             ratios = tuple(float(r) for r in args.ratios.split(","))
         elif args.quick:

@@ -11,6 +11,7 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,7 @@ NAMES = ADAMW + MUON
 PHASES = ("gather", "reduce", "publish")
 
 # Momentum, coefficients and dtype are the defaults everywhere: torch.optim.Muon's.
-_MUON = {"adjust_lr_fn": "match_rms_adamw", "momentum": 0.95}
+_MUON: dict[str, Any] = {"adjust_lr_fn": "match_rms_adamw", "momentum": 0.95}
 
 
 class Variant:
@@ -128,7 +129,7 @@ class ShardedMuon(Variant):
 
 
 class Owned(Variant):
-    def __init__(self, name: str, settings: Settings, mesh: DeviceMesh, **options: str) -> None:
+    def __init__(self, name: str, settings: Settings, mesh: DeviceMesh, **options: Any) -> None:
         super().__init__(name, settings, mesh)
         self.owned = dmuon.own_matrices(
             self.model,
@@ -203,7 +204,7 @@ def make_variant(name: str, settings: Settings, mesh: DeviceMesh) -> Variant:
         return ShardedMuon(name, settings, mesh, _gather_muon)
     if name == "dist_muon":
         return ShardedMuon(name, settings, mesh, _dist_muon)
-    options = {
+    options: dict[str, dict[str, Any]] = {
         "dmuon": {},
         "dmuon_flat": {"routing": "flat"},
         "dmuon_sync": {"publish": "sync"},

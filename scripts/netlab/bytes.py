@@ -7,6 +7,7 @@ sockets are left out. Gloo adds 96 bytes to each message and answers with 48; th
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 import socket
@@ -81,14 +82,14 @@ class ByteAccount:
         self._before = self._settled()
         return self
 
-    def __exit__(self, kind: object, *_: object) -> None:
+    def __exit__(self, kind: object, *_exception: object) -> None:
         if kind is not None:
             return
         after = self._settled()
         rank_of = {own: rank for rank, rows in enumerate(after) for own, _ in rows}
         self.sent = [[0] * self.world for _ in range(self.world)]
         for rank, rows in enumerate(after):
-            for (own, far), (sent, _) in rows.items():
+            for (own, far), (sent, _received) in rows.items():
                 if far in rank_of:
                     self.sent[rank][rank_of[far]] += sent - self._before[rank].get((own, far), (0, 0))[0]
 
@@ -110,7 +111,7 @@ class ByteAccount:
         """Everyone's value, through the store: a barrier as well."""
         ByteAccount._turns += 1
         prefix = f"byte_account/{ByteAccount._turns}"
-        self._store.set(f"{prefix}/{self.rank}", pickle.dumps(value))
+        self._store.set(f"{prefix}/{self.rank}", pickle.dumps(value))  # type: ignore[arg-type]
         everyone = [pickle.loads(self._store.get(f"{prefix}/{r}")) for r in range(self.world)]
         # Nobody goes on, and sends, before all have read their counters; every rank has now, or this would wait.
         return everyone
@@ -132,6 +133,9 @@ class ByteAccount:
     @property
     def busiest_link(self) -> int:
         nodes = range(self._node(self.world - 1) + 1)
-        out = [self._sum(lambda a, b, n=n: self._node(a) == n != self._node(b)) for n in nodes]
-        into = [self._sum(lambda a, b, n=n: self._node(b) == n != self._node(a)) for n in nodes]
-        return max(out + into)
+        sides = itertools.product(nodes, (True, False))
+        return max(self._crossing(node, out) for node, out in sides)
+
+    def _crossing(self, node: int, out: bool) -> int:
+        """Bytes that left the node, or came into it."""
+        return self._sum(lambda a, b: self._node(a) != self._node(b) and self._node(a if out else b) == node)
