@@ -1,0 +1,290 @@
+"""What a plan weighs: bytes at rest, peak bytes by phase and bytes per step, with FSDP2+AdamW's beside them. Pure.
+
+Decides: the formulas, each next to its term. Does not decide who owns what (`ownership.py`) nor what a route moves
+(`topology.py`, counted by `loads.py`). Keeps: buffers are those of `runtime/unit.py` and `runtime/engine.py`, counted
+as if the network were slow, so that the peak of a run stays at or below the planned one; AdamW's are counted as if
+nothing lingered, so that a comparison never flatters. Activations, which both have alike, are left out.
+
+Shape suffix: W ranks of the data-parallel group.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from .loads import LoadCounter, Loads, Shares
+from .matrices import Piece
+from .muon import DEFAULT_BATCH_BYTES
+from .newton_schulz import NewtonSchulz, workspace_bytes
+from .runtime.engine import CONTRIBUTIONS_IN_FLIGHT
+from .topology import Topology, UnitLayout
+
+MASTER_BYTES = 4  # fp32 masters, reduced gradients and AdamW's parameters
+ADAM_STATE_BYTES = 8  # fp32 first and second moment
+PHASES = ("init", "forward", "backward", "step")
+
+
+@dataclass(frozen=True)
+class Group:
+    """What `fully_shard` takes at once: ``pieces`` that are owned, and ``rest`` elements that FSDP2 shards."""
+
+    name: str
+    rest: int
+    pieces: tuple[Piece, ...] = ()
+    layout: UnitLayout | None = None
+
+    @property
+    def owned(self) -> int:
+        return sum(p.numel for p in self.pieces)
+
+    @property
+    def copied(self) -> int:
+        """Elements of stacks, which are copied out of the unit's buffer when gathered."""
+        several = Counter(p.name for p in self.pieces)
+        return sum(p.numel for p in self.pieces if several[p.name] > 1)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Bytes per element of compute, reduce and momentum; and what decides how long buffers live."""
+
+    compute_bytes: int = 2
+    reduce_bytes: int = 4
+    momentum_bytes: int = 4
+    reshard: bool = True
+    prefetch: int = 1
+    micro_batches: int = 1
+    defer_reduce: bool = True
+    settings: NewtonSchulz = NewtonSchulz()
+    device_type: str = "cuda"
+    batch_bytes: int = DEFAULT_BATCH_BYTES
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """``rest_W`` and each of ``peaks`` (by phase) are bytes per rank; ``traffic`` maps "gather", "reduce_1",
+    "reduce_2", "publish" and "rest" to bytes per step, ``adamw_traffic`` "gather", "reduce_scatter", "all_reduce"."""
+
+    rest_W: torch.Tensor
+    peaks: Mapping[str, torch.Tensor]
+    adamw_rest: int
+    adamw_peaks: Mapping[str, int]
+    traffic: Mapping[str, Loads]
+    adamw_traffic: Mapping[str, Loads]
+
+    @property
+    def peak_W(self) -> torch.Tensor:
+        return torch.stack([self.peaks[phase] for phase in PHASES]).amax(0)
+
+    @property
+    def adamw_peak(self) -> int:
+        return max(self.adamw_peaks.values())
+
+    @staticmethod
+    def total(traffic: Mapping[str, Loads]) -> Loads:
+        first, *others = traffic.values()
+        return sum(others, first)
+
+
+def footprint(topology: Topology, groups: Sequence[Group], options: Options) -> Footprint:
+    """Bytes of ``groups`` (in forward order) on every rank of ``topology``."""
+    counter = LoadCounter(topology)
+    shares = [counter.shares(g.layout) if g.layout is not None else None for g in groups]
+    rest_W, peaks = _owned_memory(topology, groups, shares, options)
+    adamw_rest, adamw_peaks = adamw_memory([g.owned + g.rest for g in groups], topology.shard_size, options)
+    whole = sum(g.owned + g.rest for g in groups)
+    traffic = _owned_traffic(counter, groups, options)
+    traffic["rest"] = Footprint.total(fsdp_traffic(sum(g.rest for g in groups), topology, options))
+    return Footprint(rest_W, peaks, adamw_rest, adamw_peaks, traffic, fsdp_traffic(whole, topology, options))
+
+
+def should_defer(topology: Topology, groups: Sequence[Group], options: Options) -> bool:
+    """Whether level 2 once per step keeps the planned peak at or below AdamW's: what defer_reduce = "auto" means. With
+    one micro-batch there is nothing to defer, and the answer is True."""
+    if options.micro_batches == 1:
+        return True
+    deferred = footprint(topology, groups, replace(options, defer_reduce=True))
+    return int(deferred.peak_W.max()) <= deferred.adamw_peak
+
+
+# ---- memory ----
+
+
+def adamw_memory(groups: Sequence[int], shard_size: int, options: Options) -> tuple[int, dict[str, int]]:
+    """Bytes at rest and peaks by phase of FSDP2+AdamW on a rank; ``groups``: elements in forward order.
+
+    At rest: fp32 parameter and two moments, 12/S an element. Gathered: a group and its neighbour, in compute dtype.
+    In backward also the group's gradients in compute dtype, the reduce-scatter's input in reduce dtype, and the fp32
+    shards of the gradients so far. AdamW itself is fused and needs no temporaries.
+    """
+    c, w = options.compute_bytes, options.reduce_bytes
+    size = [float(n) / shard_size for n in groups]
+    rest = (MASTER_BYTES + ADAM_STATE_BYTES) * sum(size)
+    window = 2 if options.reshard else len(groups)
+    gathered = [c * sum(groups[i : i + window]) for i in range(len(groups))]
+    backward, so_far = 0.0, 0.0
+    for i in reversed(range(len(groups))):
+        so_far += MASTER_BYTES * size[i]
+        near = c * sum(groups[max(0, i - 1) : i + 1]) if options.reshard else c * sum(groups)
+        backward = max(backward, rest + so_far + near + (c + w) * groups[i])
+    peaks = {
+        "init": MASTER_BYTES * sum(size),
+        "forward": rest + max(gathered),
+        "backward": backward,
+        "step": rest + so_far,
+    }
+    return round(rest), {phase: round(value) for phase, value in peaks.items()}
+
+
+def _owned_memory(
+    topology: Topology, groups: Sequence[Group], shares: Sequence[Shares | None], options: Options
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    c, w = options.compute_bytes, options.reduce_bytes
+    zero_W = torch.zeros(topology.world, dtype=torch.int64)
+    indices = range(len(groups))
+
+    def per_rank(pick: Callable[[Shares], torch.Tensor]) -> list[torch.Tensor]:
+        return [zero_W if s is None else pick(s) for s in shares]
+
+    mastered, rooted = per_rank(lambda s: s.mastered_W), per_rank(lambda s: s.rooted_W)
+    held, collected = per_rank(lambda s: s.held_W), per_rank(lambda s: s.collected_W)
+    full = [0 if g.layout is None else g.layout.numel for g in groups]
+    shard = [g.rest / topology.shard_size for g in groups]
+    members_W = torch.tensor([len(topology.node_members(topology.node(r))) for r in range(topology.world)])
+    is_resident = topology.holders == "shard_group" and topology.shard_size == 1  # the held copy is the gathered one
+
+    weights_W = sum((MASTER_BYTES * m + c * h for m, h in zip(mastered, held)), zero_W)
+    weights_W = weights_W + round(MASTER_BYTES * sum(shard))
+    state_W = options.momentum_bytes * sum(mastered, zero_W) + round(ADAM_STATE_BYTES * sum(shard))
+    base_W = weights_W + state_W
+
+    def gathered(lo: int, hi: int) -> int:
+        """Groups lo to hi, both gathered by us and by FSDP2."""
+        lo, hi = max(0, lo), min(hi, len(groups) - 1)
+        own = 0 if is_resident else sum(full[lo : hi + 1])
+        return c * (own + sum(g.copied + g.rest for g in groups[lo : hi + 1]))
+
+    ahead = options.prefetch if options.reshard else len(groups)
+    forward_W = base_W + max(gathered(i if options.reshard else 0, i + ahead) for i in indices)
+
+    # Level 1: what a collector receives before it is summed. Level 2 at a root: the node sums of the others in reduce
+    # dtype, then all of them in fp32, to be added in the order of nodes.
+    nodes, flat = topology.nodes, topology.routing == "flat"
+    senders_W = torch.full_like(members_W, topology.world - 1) if flat else members_W - 1
+    received = [w * senders_W * x for x in collected]
+    partial = [w * x * (nodes if flat else 1) for x in collected]
+    tail = [((0 if flat else (nodes - 1) * w) + nodes * MASTER_BYTES) * r for r in rooted]
+    earlier_W = sum(partial, zero_W) if options.defer_reduce and options.micro_batches > 1 else zero_W
+
+    backward_W, sums_W, tail_W, shards = zero_W, zero_W, zero_W, 0.0
+    for i in reversed(indices):
+        in_flight = range(i, min(len(groups), i + CONTRIBUTIONS_IN_FLIGHT))
+        shards += MASTER_BYTES * shard[i]
+        # A unit's sums wait for level 2, any number of units at a time, or are its owner's gradient.
+        sums_W = sums_W + torch.maximum(partial[i], MASTER_BYTES * mastered[i])
+        tail_W = torch.maximum(tail_W, tail[i])
+        if int(earlier_W.max()):  # sums of earlier micro-batches, of units that this backward has not reached
+            earlier_W = earlier_W - partial[i]
+        now = gathered(i - ahead, i) + c * (full[i] + groups[i].rest) + w * groups[i].rest + round(shards)
+        now += w * sum(full[j] for j in in_flight)
+        level_1_W = torch.stack([received[j] for j in in_flight]).amax(0)
+        backward_W = torch.maximum(backward_W, base_W + now + level_1_W + sums_W + earlier_W + tail_W)
+    workspace_W = _workspace(topology, groups, options)
+    largest = max((p.numel for g in groups for p in g.pieces), default=0)
+    peaks = {
+        "init": weights_W + max(c * max(full), MASTER_BYTES * largest),
+        "forward": forward_W,
+        "backward": backward_W,
+        "step": base_W + MASTER_BYTES * sum(mastered, zero_W) + round(shards) + workspace_W,
+    }
+    return base_W, peaks
+
+
+def _workspace(topology: Topology, groups: Sequence[Group], options: Options) -> torch.Tensor:
+    """Bytes of Newton-Schulz on each rank: matrices of one shape and unit, as many as a batch holds, at least one."""
+    most_W = torch.zeros(topology.world, dtype=torch.int64)
+    for group in groups:
+        if group.layout is None:
+            continue
+        count: Counter[tuple[int, int, int]] = Counter()
+        root_at = _root_finder(group.layout)
+        for piece in group.pieces:
+            root = root_at(piece.key)
+            for m, n in piece.matrices():
+                count[root, m, n] += 1
+        for (root, m, n), number in count.items():
+            each = 2 * MASTER_BYTES * m * n + workspace_bytes(m, n, options.settings, options.device_type)
+            batch = each * max(1, min(number, options.batch_bytes // each))
+            most_W[root] = max(int(most_W[root]), batch)
+    if topology.ownership == "replica":
+        by_place = most_W.view(topology.replicas, topology.shard_size).amax(0)
+        most_W = by_place.repeat(topology.replicas)
+    return most_W
+
+
+def _root_finder(layout: UnitLayout) -> Callable[[str], int]:
+    spans = sorted((start, stop, root) for root, (start, stop) in layout.ranges.items())
+    table = {}
+    at = 0
+    for key in sorted(layout.slots, key=layout.slots.__getitem__):
+        while layout.slots[key] >= spans[at][1]:
+            at += 1
+        table[key] = spans[at][2]
+    return table.__getitem__
+
+
+# ---- bytes per step ----
+
+
+def _owned_traffic(counter: LoadCounter, groups: Sequence[Group], options: Options) -> dict[str, Loads]:
+    """Gathers in every micro-batch, twice when resharded; level 1 in every micro-batch; level 2 in every micro-batch,
+    or once when deferred; publish once. Replica ownership spreads fp32 sums with level 2 and publishes nothing."""
+    topology = counter.topology
+    micro = options.micro_batches
+    level_2 = 1 if options.defer_reduce else micro
+    elements = {phase: Loads.none(topology.world) for phase in ("gather", "reduce_1", "reduce_2", "publish")}
+    for group in groups:
+        if group.layout is not None:
+            for phase, loads in counter.loads(group.layout).items():
+                elements[phase] = elements[phase] + loads
+    c, w = options.compute_bytes, options.reduce_bytes
+    spread = elements["publish"]
+    replica = topology.ownership == "replica"
+    return {
+        "gather": elements["gather"] * (c * micro * (2 if options.reshard else 1)),
+        "reduce_1": elements["reduce_1"] * (w * micro),
+        "reduce_2": (elements["reduce_2"] * w + spread * (MASTER_BYTES if replica else 0)) * level_2,
+        "publish": spread * (0 if replica else c),
+    }
+
+
+def fsdp_traffic(elements: int, topology: Topology, options: Options) -> dict[str, Loads]:
+    """Bytes per step of FSDP2 on ``elements``, spread evenly over the ranks, as rings that cross nodes in rank order.
+
+    Gather and reduce-scatter: (S-1)/S of the elements a rank, of which a shard group on k nodes sends n/g (k-1)/k
+    between nodes (g: its ranks on a node). All-reduce: 2 (n/S)(R-1)/R in reduce dtype, in every micro-batch, between
+    nodes where each node holds one replica, else S/g of it where g ranks of a node hold several.
+    """
+    world, per_node = topology.world, min(topology.ranks_per_node, topology.world)
+    shards, replicas, nodes = topology.shard_size, topology.replicas, topology.nodes
+    inside = min(shards, per_node)
+    spans = -(-shards // inside)
+    near = elements * (shards - 1) / shards
+    far = elements / inside * (spans - 1) / spans
+    passes = 2 if options.reshard else 1
+    crossing = min(1.0, shards / per_node) if nodes > 1 else 0.0
+    summed = 2 * elements / shards * (replicas - 1) / replicas if replicas > 1 else 0.0
+
+    def even(near: float, far: float, bytes_each: int) -> Loads:
+        near_W, far_W = (torch.full((world,), round(x * bytes_each * options.micro_batches)) for x in (near, far))
+        return Loads(near_W, far_W, near_W, far_W)
+
+    return {
+        "gather": even((near - far) * passes, far * passes, options.compute_bytes),
+        "reduce_scatter": even(near - far, far, options.reduce_bytes),
+        "all_reduce": even(summed * (1 - crossing), summed * crossing, options.reduce_bytes),
+    }

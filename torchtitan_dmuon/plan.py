@@ -1,0 +1,395 @@
+"""`dmuon plan`: who will own what, what it will weigh and what will cross the network, before any process group exists.
+
+Decides: how a plan is shown, what is worth a warning, and how costs are measured. Does not make the plan
+(`titan/planning.py`) nor weigh it (`footprint.py`). Keeps: the JSON names are stable; more may be added.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torchtitan_dmuon.footprint import PHASES, Footprint
+from torchtitan_dmuon.muon import Muon
+from torchtitan_dmuon.packing import packing_bound
+
+if TYPE_CHECKING:
+    from torchtitan_dmuon.titan.planning import Planned
+
+# Newton-Schulz in bf16 on an H100: 990 TFLOP/s of dense peak, of which its products are taken to reach about half.
+DEFAULT_FLOPS = 500e12
+UNEVEN = 1.5  # largest owner over the mean, and busiest link over the mean: beyond it the plan warns
+CALIBRATION_SECONDS = 2.0  # of repeated updates per shape
+
+
+# ---- figures ----
+
+
+def seconds_of(planned: Planned, cost: float, flops_per_second: float) -> float:
+    """Seconds of a cost: FLOP equivalents at this rate, or measured picoseconds."""
+    measured = planned.plan.cost_model.get("unit") == "picosecond"
+    return cost / 1e12 if measured else cost / flops_per_second
+
+
+def kinds(planned: Planned) -> list[dict[str, Any]]:
+    """Pieces alike but for the numbers in their names, largest share of the cost first."""
+    rows: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = {}
+    for piece, cost in zip(planned.plan.pieces, planned.plan.costs, strict=True):
+        kind = re.sub(r"\.\d+\.", ".N.", piece.name)
+        row = rows.setdefault(
+            (kind, piece.shape),
+            {"kind": kind, "shape": list(piece.shape), "matrices": [list(s) for s in piece.matrices()], "count": 0},
+        )
+        row["count"] += 1
+        row["cost"] = cost
+    return sorted(rows.values(), key=lambda row: -row["cost"] * row["count"])
+
+
+def summary(planned: Planned, flops_per_second: float) -> dict[str, Any]:
+    """The figures under the names of DESIGN section 5, and more. Bytes between nodes are sent by all ranks together;
+    those of the busiest link pass one rank in its busier direction."""
+    plan, weighed = planned.plan, planned.footprint
+    traffic, adamw = Footprint.total(weighed.traffic), Footprint.total(weighed.adamw_traffic)
+    ns = [n / flops_per_second for n in planned.ns_flops()]
+    return {
+        **plan.summary(),
+        "world": planned.topology.world,
+        "rest_bytes_per_rank": int(weighed.rest_W.max()),
+        "peak_bytes_per_rank": int(weighed.peak_W.max()),
+        "adamw_rest_bytes_per_rank": weighed.adamw_rest,
+        "adamw_peak_bytes_per_rank": weighed.adamw_peak,
+        "internode_bytes_per_step": traffic.far,
+        "intranode_bytes_per_step": traffic.near,
+        "busiest_link_bytes": traffic.busiest_far,
+        "adamw_internode_bytes_per_step": adamw.far,
+        "adamw_intranode_bytes_per_step": adamw.near,
+        "adamw_busiest_link_bytes": adamw.busiest_far,
+        "bytes_by_phase": {
+            phase: {"intra_node": x.near, "inter_node": x.far, "busiest_link": x.busiest_far}
+            for phase, x in weighed.traffic.items()
+        },
+        "peak_bytes_by_phase": {p: int(weighed.peaks[p].max()) for p in PHASES},
+        "adamw_peak_bytes_by_phase": dict(weighed.adamw_peaks),
+        "update_milliseconds": 1e3 * seconds_of(planned, plan.largest_cost, flops_per_second),
+        "mean_update_milliseconds": 1e3 * seconds_of(planned, plan.mean_cost, flops_per_second),
+        "ns_milliseconds": 1e3 * max(ns),
+        "ns_milliseconds_replicated": 1e3 * sum(ns),
+        "flops_per_second": flops_per_second,
+        "micro_batches": planned.options.micro_batches,
+        "defer_reduce": planned.options.defer_reduce,
+        "mesh": {
+            "replicas": planned.topology.replicas,
+            "shards": planned.topology.shard_size,
+            "ranks_per_node": planned.topology.ranks_per_node,
+        },
+        "assumed": planned.assumed,
+        "warnings": warnings(planned, flops_per_second),
+        "kinds": kinds(planned),
+    }
+
+
+def warnings(planned: Planned, flops_per_second: float) -> list[str]:
+    """What a user should know before renting the machines, one sentence each."""
+    plan, topology, weighed = planned.plan, planned.topology, planned.footprint
+    found = []
+    if plan.idle_owners:
+        found.append(
+            f"{plan.idle_owners} of {plan.n_owners} owners are idle (there are {len(plan.pieces)} pieces): they wait "
+            "for the others' updates"
+        )
+    if plan.imbalance > UNEVEN:
+        lost = 1e3 * seconds_of(planned, plan.largest_cost - plan.mean_cost, flops_per_second)
+        bound = packing_bound(plan.costs, plan.n_owners)
+        why = (
+            "no assignment of whole pieces is better"
+            if plan.largest_cost <= 1.02 * bound
+            else "the packing is not tight"
+        )
+        found.append(
+            f"the largest owner has {plan.imbalance:.2f} times the mean cost, {lost:.1f} ms more than a perfect split "
+            f"would take; {why}"
+        )
+    lone = []
+    for group in planned.groups:
+        layout = group.layout
+        if layout is not None and len(group.pieces) > 1 and topology.shard_size > 1:
+            cell = topology.cells[0]
+            if len({topology.holder(root, cell) for root in layout.ranges}) == 1:
+                lone.append(group.name)
+    if lone:
+        found.append(f"all gathers of {len(lone)} units come from one rank of the shard group ({lone[0]}, ...)")
+    peak = int(weighed.peak_W.max())
+    if peak > weighed.adamw_peak:
+        phase = max(PHASES, key=lambda p: int(weighed.peaks[p].max()))
+        rank = int(weighed.peak_W.argmax())
+        found.append(
+            f"the planned peak, {peak / 2**30:.2f} GiB on rank {rank} in {phase}, exceeds AdamW's "
+            f"{weighed.adamw_peak / 2**30:.2f} GiB"
+        )
+    if planned.options.defer_reduce and planned.options.micro_batches > 1 and peak > weighed.adamw_peak:
+        found.append("the deferred reduce keeps node sums between micro-batches: dmuon.defer_reduce = false needs less")
+    far = Footprint.total(weighed.traffic)
+    if far.far and far.busiest_far > UNEVEN * far.far / topology.world:
+        rank = int(torch.maximum(far.sent_far_W, far.received_far_W).argmax())
+        found.append(
+            f"rank {rank}'s link between nodes carries {far.busiest_far / 1e9:.2f} GB a step, "
+            f"{far.busiest_far * topology.world / far.far:.1f} times the mean (AdamW: "
+            f"{Footprint.total(weighed.adamw_traffic).busiest_far / 1e9:.2f} GB)"
+        )
+    return found
+
+
+# ---- measured costs ----
+
+
+def calibrate(planned: Planned, path: Path, device: torch.device) -> dict[str, float]:
+    """Time one whole update (momentum, Newton-Schulz, decay) of each shape of the plan, and write {"MxN": seconds}."""
+    from torchtitan_dmuon.titan.planning import first_group
+
+    shapes = sorted({s for piece in planned.plan.pieces for s in piece.matrices()})
+    options = {k: v for k, v in first_group(planned.config).items() if k not in ("params", "param_names")}
+    table = {}
+    for m, n in shapes:
+        param = torch.nn.Parameter(torch.randn(m, n, device=device) * 0.02)
+        param.grad = torch.randn(m, n, device=device)
+        optimizer = Muon([{"params": [param], **options}])
+        optimizer.step()  # makes state, warms up
+        seconds: list[float] = []
+        while sum(seconds) < CALIBRATION_SECONDS and len(seconds) < 20:
+            _settle(device)
+            begin = time.perf_counter()
+            optimizer.step()
+            _settle(device)
+            seconds.append(time.perf_counter() - begin)
+        table[f"{m}x{n}"] = statistics.median(seconds)
+        del param, optimizer
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(table, indent=1) + "\n")
+    return table
+
+
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# ---- pictures ----
+
+
+def print_tables(planned: Planned, figures: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console() if sys.stdout.isatty() else Console(width=140)
+    plan, topology, weighed = planned.plan, planned.topology, planned.footprint
+    model = planned.config.model_spec
+    console.print(
+        f"{model.name} {model.flavor}: {topology.replicas} x {topology.shard_size} (replicas x shards) on "
+        f"{topology.nodes} nodes of {topology.ranks_per_node}; routing {topology.routing}, holders {topology.holders}, "
+        f"ownership {topology.ownership}; {planned.options.micro_batches} micro-batches a step",
+        highlight=False,
+    )
+    for line in planned.assumed:
+        console.print(f"  assumed: {line}", highlight=False, markup=False)
+
+    table = Table(title=f"{figures['matrices']} matrices in {figures['pieces']} pieces")
+    for heading in ("kind", "shape", "matrices of a piece", "pieces", "elements", "share of cost", "update, ms"):
+        table.add_column(heading, justify="left" if heading == "kind" else "right", no_wrap=True)
+    total = sum(plan.costs)
+    for row in figures["kinds"]:
+        shapes = Counter(tuple(s) for s in row["matrices"])
+        inside = ", ".join(f"{k} x {m}x{n}" if k > 1 else f"{m}x{n}" for (m, n), k in shapes.items())
+        table.add_row(
+            row["kind"],
+            "x".join(map(str, row["shape"])),
+            inside,
+            str(row["count"]),
+            f"{row['count'] * row['shape'][0] * row['shape'][1] / 1e9:.3f} G",
+            f"{row['cost'] * row['count'] / total:.1%}",
+            f"{1e3 * seconds_of(planned, row['cost'], figures['flops_per_second']):.2f}",
+        )
+    console.print(table)
+
+    loads = plan.loads()
+    table = Table(title="owners", show_header=False)
+    table.add_column("", no_wrap=True)
+    table.add_column("", justify="right", no_wrap=True)
+    rate = (
+        "measured costs"
+        if plan.cost_model.get("unit") == "picosecond"
+        else (f"at {figures['flops_per_second'] / 1e12:.0f} TFLOP/s")
+    )
+    for name, value in (
+        ("owners, of which idle", f"{plan.n_owners}, {plan.idle_owners}"),
+        ("largest cost / bound of any assignment of whole pieces", f"{plan.largest_cost / plan.lower_bound:.4f}"),
+        ("largest cost / mean", f"{plan.imbalance:.3f}"),
+        ("smallest cost / mean", f"{min(loads) / plan.mean_cost:.3f}"),
+        (
+            f"update of the largest owner, mean owner; ms, {rate}",
+            f"{figures['update_milliseconds']:.2f}, {figures['mean_update_milliseconds']:.2f}",
+        ),
+        (
+            f"its Newton-Schulz, that of every matrix; ms at {figures['flops_per_second'] / 1e12:.0f} TFLOP/s",
+            f"{figures['ns_milliseconds']:.2f}, {figures['ns_milliseconds_replicated']:.1f}",
+        ),
+    ):
+        table.add_row(name, value)
+    console.print(table)
+
+    table = Table(title="GiB per rank, without activations")
+    for heading in ("", "DMuon, most", "mean", "AdamW"):
+        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
+    rows: list[tuple[str, torch.Tensor, int]] = [("at rest", weighed.rest_W, weighed.adamw_rest)]
+    rows += [(f"peak, {p}", weighed.peaks[p], weighed.adamw_peaks[p]) for p in PHASES]
+    for name, each_W, adamw in rows:
+        table.add_row(name, *(f"{float(x) / 2**30:.2f}" for x in (each_W.max(), each_W.double().mean(), adamw)))
+    console.print(table)
+
+    table = Table(title="bytes sent per step, GB")
+    for heading in ("", "inside nodes, all", "between nodes, all", "mean link between", "busiest link between"):
+        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
+
+    def add(name: str, loads: Any, **style: Any) -> None:
+        figures = (loads.near, loads.far, loads.far / topology.world, loads.busiest_far)
+        table.add_row(name, *(f"{x / 1e9:,.3f}" for x in figures), **style)
+
+    for phase, each in weighed.traffic.items():
+        add({"rest": "AdamW's part (FSDP2)"}.get(phase, phase.replace("_", ", level ")), each)
+    add("DMuon", Footprint.total(weighed.traffic), end_section=True)
+    for phase, each in weighed.adamw_traffic.items():
+        add(phase.replace("_", "-"), each)
+    add("FSDP2+AdamW", Footprint.total(weighed.adamw_traffic))
+    console.print(table)
+    for line in figures["warnings"]:
+        console.print(f"warning: {line}", style="yellow", highlight=False, markup=False)
+
+
+def plot(planned: Planned, path: Path) -> None:
+    """Four pictures in one PNG: cost, memory and bytes between nodes per rank, and bytes per phase beside AdamW's."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    plan, topology, weighed = planned.plan, planned.topology, planned.footprint
+    figure = Figure(figsize=(12, 8), layout="constrained")
+    FigureCanvasAgg(figure)
+    (cost, memory), (links, phases) = figure.subplots(2, 2)
+    loads = sorted(plan.loads(), reverse=True)
+    cost.step(range(len(loads)), [x / plan.mean_cost for x in loads], where="post", color="C0")
+    cost.axhline(1, color="gray", linestyle="--", linewidth=0.8)
+    cost.axhline(plan.lower_bound / plan.mean_cost, color="C3", linestyle=":", linewidth=1, label="bound")
+    cost.set(title="cost of the update per owner", xlabel="owners, by cost", ylabel="times the mean", ylim=(0, None))
+    cost.legend()
+    for label, values_W in (("at rest", weighed.rest_W), ("peak", weighed.peak_W)):
+        memory.step(range(topology.world), sorted((values_W / 2**30).tolist(), reverse=True), where="post", label=label)
+    for label, value in (("AdamW at rest", weighed.adamw_rest), ("AdamW peak", weighed.adamw_peak)):
+        memory.axhline(value / 2**30, linestyle="--", color="C0" if "rest" in label else "C1", label=label)
+    memory.set(title="memory without activations", xlabel="ranks, by bytes", ylabel="GiB", ylim=(0, None))
+    memory.legend()
+    ours, theirs = Footprint.total(weighed.traffic), Footprint.total(weighed.adamw_traffic)
+    for label, values_W in (("sent", ours.sent_far_W), ("received", ours.received_far_W)):
+        links.step(range(topology.world), sorted((values_W / 1e9).tolist(), reverse=True), where="post", label=label)
+    links.axhline(theirs.busiest_far / 1e9, linestyle="--", color="gray", label="AdamW")
+    links.set(title="bytes between nodes per rank and step", xlabel="ranks, by bytes", ylabel="GB", ylim=(0, None))
+    links.legend()
+    for row, (name, traffic) in enumerate((("DMuon", weighed.traffic), ("AdamW", weighed.adamw_traffic))):
+        left = 0.0
+        for phase, each in traffic.items():
+            phases.barh(row, each.far / 1e9, left=left, label=f"{name}: {phase}", height=0.5)
+            left += each.far / 1e9
+    phases.set_yticks([0, 1], ["DMuon", "AdamW"])
+    phases.set(title="bytes between nodes per step, all ranks", xlabel="GB")
+    phases.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=3, frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+# ---- command ----
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `plan` and `simulate` are told about the run; configuration flags follow as `train` takes them."""
+    parser.add_argument("config", metavar="CONFIG", help="TOML file, or with --module the name of a registry config")
+    parser.add_argument("--module", help="module of the registry config, such as llama3")
+    parser.add_argument("--flavor", default="", help="another size of the model's family, such as 405B")
+    parser.add_argument(
+        "--pattern", default="", help="names of the matrices, for a configuration without a DMuon group"
+    )
+    parser.add_argument("--ranks-per-node", type=int, default=0, metavar="G", help="default: the file's, else 8")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures as JSON")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="also draw a picture")
+
+
+def read_config(args: argparse.Namespace, flags: Sequence[str]) -> Any:
+    from torchtitan_dmuon.titan import toml_config
+
+    module = ["--module", args.module] if args.module else []
+    return toml_config.parse([*module, "--config", args.config, *flags])
+
+
+def build_parser(prog: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description="Owners, balance, memory and bytes of a configuration; nothing is trained. Configuration flags "
+        "(--training.seq_len 4096, --dmuon.routing flat) as for training.",
+        allow_abbrev=False,
+    )
+    add_config_arguments(parser)
+    parser.add_argument("--world", type=int, required=True, metavar="N", help="data-parallel ranks")
+    parser.add_argument(
+        "--flops", type=float, default=DEFAULT_FLOPS, help="FLOP/s of the update (default: %(default).0e)"
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="kind of device to plan for")
+    parser.add_argument(
+        "--calibrate", type=Path, metavar="FILE", help="time the updates on this machine, for cost_file"
+    )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "dmuon plan") -> int:
+    """Exit code 0, or 2 with one line on standard error when the configuration cannot be planned."""
+    args, flags = build_parser(prog).parse_known_args(argv)
+    if args.world < 1 or args.ranks_per_node < 0 or not args.flops > 0:
+        print(f"{prog}: --world and --flops must be positive, --ranks-per-node at least 0", file=sys.stderr)
+        return 2
+    from torchtitan_dmuon.titan.config import ConfigError
+    from torchtitan_dmuon.titan.platform import PlatformError
+
+    run = None
+    try:
+        run = read_config(args, flags)
+        from torchtitan_dmuon.titan.planning import make_plan
+
+        begin = time.perf_counter()
+        planned = make_plan(run.config, args.world, args.ranks_per_node, args.device, args.flavor, args.pattern)
+        figures = summary(planned, args.flops)
+        figures["plan_seconds"] = time.perf_counter() - begin
+        print_tables(planned, figures)
+        if args.json is not None:
+            args.json.parent.mkdir(parents=True, exist_ok=True)
+            args.json.write_text(json.dumps(figures, indent=2) + "\n")
+        if args.plot is not None:
+            plot(planned, args.plot)
+            print(f"picture: {args.plot}")
+        if args.calibrate is not None:
+            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            table = calibrate(planned, args.calibrate, device)
+            print(f"{len(table)} shapes timed on {device.type}: {args.calibrate}; use it as dmuon.cost_file")
+    except (ConfigError, PlatformError, ValueError, OSError) as error:
+        located = run.source.locate(error) if run is not None and isinstance(error, ConfigError) else error
+        print(f"{prog}: {located}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

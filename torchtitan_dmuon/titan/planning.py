@@ -1,0 +1,262 @@
+"""From a Trainer.Config to the plan of a world that need not exist: no weights and no process group.
+
+Decides: the mesh where the file's is for another world, and what a configuration without owned matrices is planned as.
+Does not decide anything about owners, routes or bytes: specs, costs, assignment, topology and layouts are those of
+training, and `footprint.py` weighs them. Keeps: for a configuration that trains on this world, the plan is the trained
+one, digest and all (invariant 6).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchtitan_dmuon.footprint import Footprint, Group, Options, footprint, should_defer
+from torchtitan_dmuon.matrices import OwnedSpec, canonical_name
+from torchtitan_dmuon.muon import Muon, settings_of
+from torchtitan_dmuon.newton_schulz import NewtonSchulz, flops
+from torchtitan_dmuon.ownership import CostModel, MeshSpec, OwnershipPlan, assign
+from torchtitan_dmuon.runtime.owned import root_owners
+from torchtitan_dmuon.runtime.selection import group_units, parameter_slots
+from torchtitan_dmuon.titan import checks, models
+from torchtitan_dmuon.titan.config import ConfigError, assign_parameters, uses_dmuon
+from torchtitan_dmuon.topology import Topology, UnitLayout
+
+# What a configuration without a DMuon group is planned with.
+RANKS_PER_NODE = 8  # where neither the caller nor the file says
+DEFAULT_PATTERN = r"layers\.\d+\.(attention|feed_forward|moe\.routed_experts|moe\.shared_experts)\."
+
+
+@dataclasses.dataclass
+class Planned:
+    """A configuration on a world that need not exist: the plan, and everything it was derived from."""
+
+    config: Any
+    plan: OwnershipPlan
+    topology: Topology
+    groups: list[Group]
+    options: Options
+    footprint: Footprint
+    assumed: list[str]
+    model_flops_per_token: int = 0
+    specs: list[OwnedSpec] = dataclasses.field(default_factory=list)
+
+    @property
+    def settings(self) -> NewtonSchulz:
+        return self.options.settings
+
+    def tokens_per_step(self) -> int:
+        training = self.config.training
+        return training.local_batch_size * training.seq_len * self.options.micro_batches * self.topology.world
+
+    def ns_flops(self) -> list[int]:
+        """Newton-Schulz FLOPs of each owner."""
+        each = [0] * self.plan.n_owners
+        for piece, owner in zip(self.plan.pieces, self.plan.owners, strict=True):
+            each[owner] += sum(flops(m, n, self.settings, self.options.device_type) for m, n in piece.matrices())
+        return each
+
+
+# ---- from a configuration to a plan ----
+
+
+def make_plan(
+    config: Any, world: int, ranks_per_node: int = 0, device_type: str = "cuda", flavor: str = "", pattern: str = ""
+) -> Planned:
+    """Plan ``config`` (changed in place) for ``world`` data-parallel ranks. Raises ConfigError as training does.
+
+    Where the file's mesh is for another world, replicas are added or removed. ``flavor`` takes another size of the same
+    model family. A configuration without a DMuon group is planned as if ``pattern`` were one's.
+    """
+    assumed: list[str] = []
+    given = config.dmuon.ranks_per_node if hasattr(config, "dmuon") else 0
+    per_node = min(ranks_per_node or given or RANKS_PER_NODE, world)
+    if flavor:
+        _set_flavor(config, flavor)
+    if not uses_dmuon(config):
+        pattern = pattern or DEFAULT_PATTERN
+        config = _with_matrices(config, pattern)
+        assumed.append(f"the configuration has no DMuon group: planned as if it took '{pattern}'")
+        for axis in ("tensor", "pipeline", "context", "expert"):
+            key = f"{axis}_parallel_degree"
+            if getattr(config.parallelism, key) != 1:
+                assumed.append(f"parallelism.{key} {getattr(config.parallelism, key)} -> 1: not supported with DMuon")
+                setattr(config.parallelism, key, 1)
+    assumed += fit_mesh(config, world, per_node)
+    checks.check_mesh(config, world)
+    checks.check_dmuon(config)
+    model = checks.meta_model(config)
+    dmuon = config.dmuon
+    specs = _specs(config, model)
+    topology = Topology(
+        world,
+        config.parallelism.data_parallel_shard_degree,
+        per_node,
+        dmuon.routing,
+        dmuon.holders,
+        dmuon.ownership,
+    )
+    options = make_options(config, world, device_type)
+    slots = parameter_slots(model)
+    chosen = {spec.name: slots[spec.name] for spec in specs}
+    modules = _sharded_modules(model)
+    grouped, _ = group_units(model, list(modules.values()), chosen)
+    by_name = {spec.name: spec for spec in specs}
+    unit_of = {p.key: i for i, (_, names) in enumerate(grouped) for n in names for p in by_name[n].pieces()}
+    plan = assign(
+        [p for spec in specs for p in spec.pieces()],
+        MeshSpec(world, topology.shard_size, per_node),
+        balance=dmuon.balance,
+        ownership=dmuon.ownership,
+        cost=_cost(config, options),
+        unit_of=unit_of,
+    )
+    roots = root_owners(plan, topology)
+    groups = _groups(model, modules, grouped, by_name, topology, roots)
+    if dmuon.defer_reduce == "auto":
+        defer = should_defer(topology, groups, options)
+        if options.micro_batches > 1:
+            assumed.append(f"dmuon.defer_reduce auto -> {str(defer).lower()}")
+    else:
+        defer = bool(dmuon.defer_reduce)
+    options = dataclasses.replace(options, defer_reduce=defer)
+    weighed = footprint(topology, groups, options)
+    flops_per_token = config.model_spec.model.get_nparams_and_flops(model, config.training.seq_len)[1]
+    return Planned(config, plan, topology, groups, options, weighed, assumed, flops_per_token, specs)
+
+
+def fit_mesh(config: Any, world: int, ranks_per_node: int) -> list[str]:
+    """Degrees whose product is ``world``, in place: the file's shards with other replicas. Returns what changed."""
+    mesh = config.parallelism
+    others = mesh.tensor_parallel_degree * mesh.pipeline_parallel_degree * mesh.context_parallel_degree
+    replicate, shard = mesh.data_parallel_replicate_degree, mesh.data_parallel_shard_degree
+    if shard == -1 and replicate > 0 and world % (replicate * others) == 0:
+        mesh.data_parallel_shard_degree = world // (replicate * others)
+        return []
+    if replicate * shard * others == world:
+        return []
+    fitted = min(shard if shard > 0 else ranks_per_node, world)
+    if world % fitted:
+        fitted = ranks_per_node if world % ranks_per_node == 0 else 1
+    mesh.data_parallel_shard_degree, mesh.data_parallel_replicate_degree = fitted, world // fitted
+    changed = [f"mesh {replicate} x {shard} -> {world // fitted} x {fitted} (replicas x shards) for {world} ranks"]
+    step = config.training.local_batch_size * world
+    if config.training.global_batch_size > 0 and config.training.global_batch_size % step:
+        changed.append(f"training.global_batch_size {config.training.global_batch_size} -> {step}")
+        config.training.global_batch_size = step
+    return changed
+
+
+def make_options(config: Any, world: int, device_type: str) -> Options:
+    """What decides bytes, read from a Trainer.Config."""
+    from torchtitan.config import TORCH_DTYPE_MAP
+    from torchtitan.distributed.fsdp import get_fsdp_reshard_after_forward_policy
+
+    training, dmuon = config.training, config.dmuon
+    group = first_group(config)
+    step = training.local_batch_size * world
+    return Options(
+        compute_bytes=TORCH_DTYPE_MAP[training.mixed_precision_param].itemsize,
+        reduce_bytes=TORCH_DTYPE_MAP[dmuon.grad_reduce_dtype].itemsize,
+        momentum_bytes=2 if group["momentum_dtype"] == "bfloat16" else 4,
+        reshard=get_fsdp_reshard_after_forward_policy(
+            config.parallelism.fsdp_reshard_after_forward, pp_enabled=config.parallelism.pipeline_parallel_degree > 1
+        ),
+        prefetch=dmuon.prefetch,
+        micro_batches=max(1, training.global_batch_size // step) if training.global_batch_size > 0 else 1,
+        settings=settings_of(group),
+        device_type=device_type,
+    )
+
+
+def first_group(config: Any) -> dict[str, Any]:
+    """The parameter group of the first DMuon group, defaults filled in."""
+    kwargs = next(g.optimizer_kwargs for g in config.optimizer.param_groups if g.optimizer_name == "DMuon")
+    return Muon([torch.zeros(1, 1)], **kwargs).param_groups[0]
+
+
+def _cost(config: Any, options: Options) -> CostModel:
+    if config.dmuon.cost_file:
+        return CostModel.from_file(config.dmuon.cost_file)
+    return CostModel(flops=functools.partial(flops, settings=options.settings, device_type=options.device_type))
+
+
+def _specs(config: Any, model: nn.Module) -> list[OwnedSpec]:
+    shapes = {canonical_name(n): tuple(p.shape) for n, p in model.named_parameters() if p.requires_grad}
+    groups = config.optimizer.param_groups
+    taken = assign_parameters(shapes, [(g.pattern, g.optimizer_name) for g in groups])
+    names = [n for g, mine in zip(groups, taken.groups) if g.optimizer_name == "DMuon" for n in mine]
+    return models.owned_specs(model, names)
+
+
+def _sharded_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """What TorchTitan's decoders give to `fully_shard`, by name, in forward order: the embedding and each block."""
+    found = {}
+    for name, child in model.named_children():
+        if name == "layers":
+            found.update({f"{name}.{key}": block for key, block in child.named_children()})
+        elif name not in ("norm", "lm_head"):  # these two form one group, after the blocks
+            found[name] = child
+    return found
+
+
+def _groups(
+    model: nn.Module,
+    modules: dict[str, nn.Module],
+    grouped: list[tuple[str, list[str]]],
+    by_name: dict[str, OwnedSpec],
+    topology: Topology,
+    roots: dict[str, int],
+) -> list[Group]:
+    pieces = {unit: [p for n in names for p in by_name[n].pieces()] for unit, names in grouped}
+    rest: Counter[str] = Counter()
+    for name, places in parameter_slots(model).items():
+        if name not in by_name:
+            module, attribute = places[0]
+            group = next((g for g in modules if name.startswith(f"{g}.")), "head")
+            rest[group] += module._parameters[attribute].numel()  # type: ignore[union-attr]
+    order = [*modules, *(u for u in pieces if u not in modules), "head"]
+    made = []
+    for name in order:
+        mine = pieces.get(name, [])
+        layout = UnitLayout.build(topology, [(p.key, p.numel, roots[p.key]) for p in mine]) if mine else None
+        if mine or rest[name]:
+            made.append(Group(name, rest[name], tuple(mine), layout))
+    return made
+
+
+def _set_flavor(config: Any, flavor: str) -> None:
+    package = sys.modules[config.model_spec.model.__class__.__module__.rpartition(".")[0]]
+    registry = getattr(package, "model_registry", None)
+    if registry is None:
+        raise ConfigError(f"--flavor {flavor}: {package.__name__} has no model_registry")
+    try:
+        spec = registry(flavor)
+    except KeyError:
+        known = next((v for k, v in vars(package).items() if k.endswith("_configs") and isinstance(v, dict)), {})
+        raise ConfigError(f"--flavor {flavor}: {package.__name__} has {', '.join(known)}") from None
+    config.model_spec = spec
+
+
+def _with_matrices(config: Any, pattern: str) -> Any:
+    from torchtitan.trainer import Trainer
+
+    from torchtitan_dmuon.titan.config import to_dmuon_config, with_dmuon_optimizer
+    from torchtitan_dmuon.titan.trainer import DMuonTrainer
+
+    if not hasattr(config, "dmuon"):
+        if type(config) is not Trainer.Config:
+            raise ConfigError(
+                f"this registry config brings its own trainer ({type(config).__qualname__}); cannot plan it"
+            )
+        config = with_dmuon_optimizer(to_dmuon_config(config, DMuonTrainer))
+    groups = config.optimizer.param_groups
+    group = type(groups[0])(pattern=pattern, optimizer_name="DMuon", optimizer_kwargs={})
+    config.optimizer.param_groups = [group, *groups]
+    return config
