@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch._dynamo  # noqa: F401  (module hooks use it; imported once here, not once in every rank)
 import torch.distributed as dist
 
 torch.set_num_threads(1)

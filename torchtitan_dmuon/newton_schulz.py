@@ -171,6 +171,7 @@ def flops(m: int, n: int, settings: NewtonSchulz, device_type: str = "cpu") -> i
     return _flops_of(choose_form(m, n, settings, device_type), m, n, settings)
 
 
+@functools.cache
 def _flops_of(form: str, m: int, n: int, settings: NewtonSchulz) -> int:
     s, l, steps, runs = min(m, n), max(m, n), settings.steps, len(settings.runs())
     if form == "standard":
