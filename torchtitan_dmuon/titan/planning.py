@@ -260,3 +260,11 @@ def _with_matrices(config: Any, pattern: str) -> Any:
     group = type(groups[0])(pattern=pattern, optimizer_name="DMuon", optimizer_kwargs={})
     config.optimizer.param_groups = [group, *groups]
     return config
+
+
+def recompute_share(config: Any) -> float:
+    """The share of the forward that backward repeats: all of it with full activation checkpointing; the little that
+    selective checkpointing repeats is left out."""
+    from torchtitan.distributed.activation_checkpoint import FullAC
+
+    return 1.0 if isinstance(config.activation_checkpoint, FullAC.Config) else 0.0

@@ -1,0 +1,332 @@
+"""`dmuon simulate`: the step time of every variant on a described cluster, before it is rented.
+
+Decides: which variants are simulated, how a cluster file is read, and how results are shown. Does not decide how a step
+runs (`step_model.py`) nor what it moves (the plan). Keeps: the JSON names are stable; more may be added. What the model
+leaves out is listed in docs/planning.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchtitan_dmuon.events import trace_events
+from torchtitan_dmuon.footprint import MASTER_BYTES, Footprint, Group, Options, adamw_memory, footprint, fsdp_traffic
+from torchtitan_dmuon.newton_schulz import flops, workspace_bytes
+from torchtitan_dmuon.ownership import OwnershipPlan, assign
+from torchtitan_dmuon.plan import add_config_arguments, read_config
+from torchtitan_dmuon.runtime.owned import root_owners
+from torchtitan_dmuon.step_model import (
+    Cluster,
+    Placed,
+    Simulated,
+    Work,
+    simulate_adamw,
+    simulate_dist_muon,
+    simulate_dmuon,
+    simulate_gather_muon,
+)
+from torchtitan_dmuon.topology import Topology, UnitLayout
+
+if TYPE_CHECKING:
+    from torchtitan_dmuon.titan.planning import Planned
+
+CLUSTERS = Path(__file__).parent / "clusters"
+# Name -> (options of the topology, other options of `Placed`). "dmuon" follows the configuration.
+DMUON: dict[str, tuple[dict[str, str], dict[str, bool]]] = {
+    "dmuon": ({}, {}),
+    "dmuon_flat": ({"routing": "flat"}, {}),
+    "dmuon_sync": ({}, {"sync": True}),
+    "dmuon_node_holders": ({"holders": "node"}, {}),
+    # Not built: what level 2 and publishes would take as pipelined rings along a rail, or with all units at once.
+    "dmuon_ring": ({}, {"ring": True}),
+    "dmuon_overlap": ({}, {"overlap": True}),
+}
+VARIANTS = ("adamw", "gather_muon", "dist_muon", *DMUON)
+
+
+class ClusterError(ValueError):
+    """A cluster file that cannot be used."""
+
+
+def read_cluster(name: str) -> Cluster:
+    """The cluster of a file, or of a name among those that come with the package. Raises ClusterError."""
+    import tomli
+
+    path = Path(name)
+    if not name.endswith(".toml"):
+        path = CLUSTERS / f"{name}.toml"
+        if not path.exists():
+            known = ", ".join(sorted(p.stem for p in CLUSTERS.glob("*.toml")))
+            raise ClusterError(f"--cluster {name}: no such cluster; known are {known}, or give a .toml file")
+    try:
+        data = tomli.loads(path.read_text())
+    except (OSError, tomli.TOMLDecodeError) as error:
+        raise ClusterError(f"{path}: {error}") from None
+
+    def number(table: str, key: str) -> float:
+        value = data.get(table, {}).get(key) if table else data.get(key)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+            raise ClusterError(
+                f"{path}: {f'[{table}] ' if table else ''}{key} must be a positive number, got {value!r}"
+            )
+        return float(value)
+
+    peak, between = number("device", "peak_flops"), data.get("between", {})
+    return Cluster(
+        name=path.stem,
+        ranks_per_node=int(number("", "ranks_per_node")),
+        training_flops=peak * number("device", "training_efficiency"),
+        update_flops=peak * number("device", "update_efficiency"),
+        memory_rate=number("device", "memory_bytes_per_second") * number("device", "memory_efficiency"),
+        memory_bytes=number("device", "memory_bytes"),
+        near_rate=number("inside", "bytes_per_second") * number("inside", "efficiency"),
+        near_latency=number("inside", "latency_seconds"),
+        far_rate=number("between", "bits_per_second") / 8 * number("between", "efficiency"),
+        far_latency=number("between", "latency_seconds"),
+        far_shared=bool(between.get("shared", False)),
+    )
+
+
+# ---- from a plan to figures ----
+
+
+def work_of(planned: Planned) -> Work:
+    """FLOPs by group: the model's own count, shared out by elements; the embedding computes nothing."""
+    from torchtitan_dmuon.titan.planning import recompute_share
+
+    training = planned.config.training
+    tokens = training.local_batch_size * training.seq_len
+    computing = [0 if g.name == "tok_embeddings" else g.owned + g.rest for g in planned.groups]
+    total = planned.model_flops_per_token * tokens / 3
+    forward = [total * n / sum(computing) for n in computing]
+    return Work(planned.groups, forward, recompute_share(planned.config), planned.options)
+
+
+def placed(planned: Planned, name: str) -> Placed:
+    """The plan on the topology of one variant of DMuon."""
+    changes, options = DMUON[name]
+    topology = replace(planned.topology, **changes)  # type: ignore[arg-type]
+    roots = root_owners(planned.plan, topology)
+    groups = [
+        g
+        if g.layout is None
+        else replace(g, layout=UnitLayout.build(topology, [(p.key, p.numel, roots[p.key]) for p in g.pieces]))
+        for g in planned.groups
+    ]
+    sync = options.get("sync", planned.config.dmuon.publish == "sync")
+    return Placed(planned.plan, topology, groups, sync, options.get("ring", False), options.get("overlap", False))
+
+
+def simulate(planned: Planned, cluster: Cluster, names: Sequence[str]) -> dict[str, tuple[Simulated, dict[str, Any]]]:
+    """Variant -> (its tasks, its figures under the names of DESIGN section 5). Variants that this mesh does not tell
+    apart from "dmuon" are left out."""
+    work, topology = work_of(planned), planned.topology
+    found: dict[str, tuple[Simulated, int, int | None]] = {}
+    for name in names:
+        if name in DMUON:
+            mine = placed(planned, name)
+            if name != "dmuon" and mine == placed(planned, "dmuon"):
+                continue
+            if name == "dmuon_node_holders" and topology.shard_size == topology.ranks_per_node:
+                continue
+            weighed = footprint(mine.topology, mine.groups, planned.options)
+            peak = None if mine.ring or mine.overlap else int(weighed.peak_W.max())
+            far = Footprint.total(weighed.traffic).far
+            found[name] = (simulate_dmuon(cluster, work, mine), far, peak)
+        elif name == "adamw":
+            far = Footprint.total(planned.footprint.adamw_traffic).far
+            found[name] = (simulate_adamw(cluster, work, topology), far, planned.footprint.adamw_peak)
+        else:
+            extra, peak = _sharded_muon(planned.groups, topology, planned.options, name)
+            far = Footprint.total(planned.footprint.adamw_traffic).far + extra
+            if name == "gather_muon":
+                found[name] = (simulate_gather_muon(cluster, work, topology), far, peak)
+            else:
+                largest = _largest_in_shard_group(planned.plan, planned.options)
+                found[name] = (simulate_dist_muon(cluster, work, topology, largest), far, peak)
+    tokens = planned.tokens_per_step()
+    seconds = {name: run.step_seconds for name, (run, *_) in found.items()}
+    figures = {}
+    for name, (run, far, peak) in found.items():
+        ratio = seconds["adamw"] / seconds[name] if "adamw" in seconds else None
+        figures[name] = (
+            run,
+            {
+                "step_seconds": run.step_seconds,
+                "step_seconds_min": run.step_seconds,
+                "tokens_per_second": tokens / run.step_seconds,
+                "ratio_to_adamw": ratio,
+                "ratio_low": None,  # a model has no interval
+                "ratio_high": None,
+                "ratio_to_gather_muon": seconds["gather_muon"] / seconds[name] if "gather_muon" in seconds else None,
+                "internode_bytes_per_step": far,
+                "peak_bytes_per_rank": peak,
+                "ns_share": 0.0 if name == "adamw" else run.update_seconds / run.step_seconds,
+                "exposed_seconds": dict(run.exposed),
+                "update_seconds": run.update_seconds,
+            },
+        )
+    return figures
+
+
+def _largest_in_shard_group(plan: OwnershipPlan, options: Options) -> float:
+    """Newton-Schulz FLOPs of the busiest rank where every shard group shares all matrices out among its ranks."""
+    shared = assign(
+        plan.pieces, plan.mesh, ownership="replica", unit_of=dict(zip((p.key for p in plan.pieces), plan.units))
+    )
+    each = [0] * shared.n_owners
+    for piece, owner in zip(shared.pieces, shared.owners, strict=True):
+        each[owner] += sum(flops(m, n, options.settings, options.device_type) for m, n in piece.matrices())
+    return max(each)
+
+
+def _sharded_muon(groups: Sequence[Group], topology: Topology, options: Options, name: str) -> tuple[int, int]:
+    """(bytes between nodes beyond FSDP2's, peak bytes per rank) of Muon over FSDP2's shards: AdamW's memory without its
+    second moment, and in the step the largest matrix whole, with Newton-Schulz around it."""
+    owned = sum(g.owned for g in groups)
+    size = 2 if name == "gather_muon" else 2 * MASTER_BYTES  # gathered in bf16, or there and back in fp32
+    once = replace(options, micro_batches=1, reshard=False, compute_bytes=size)
+    extra = fsdp_traffic(owned, topology, once)["gather"].far
+    _, peaks = adamw_memory([g.owned + g.rest for g in groups], topology.shard_size, options)
+    shapes = {s for g in groups for p in g.pieces for s in p.matrices()}
+    whole = max(
+        (2 * MASTER_BYTES * m * n + workspace_bytes(m, n, options.settings, options.device_type) for m, n in shapes),
+        default=0,
+    )
+    saved = MASTER_BYTES * owned // topology.shard_size
+    return extra, max(peaks["forward"] - saved, peaks["backward"] - saved, peaks["step"] - saved + whole)
+
+
+# ---- pictures ----
+
+
+def print_table(world: int, cluster: Cluster, planned: Planned, figures: dict[str, dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    model, topology = planned.config.model_spec, planned.topology
+    title = (
+        f"{model.name} {model.flavor} on {world} ranks of {cluster.name}: {topology.replicas} x {topology.shard_size}, "
+        f"{planned.tokens_per_step() // world:,} tokens a rank and step"
+    )
+    table = Table(title=title)
+    headings = ("step, s", "tokens/s", "x AdamW", "x gather_muon", "update, s", "waits: gather", "reduce", "publish")
+    table.add_column("variant", no_wrap=True)
+    for heading in (*headings, "GB between nodes", "peak, GiB"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name, f in figures.items():
+        exposed = f["exposed_seconds"]
+        table.add_row(
+            name,
+            f"{f['step_seconds']:.3f}",
+            f"{f['tokens_per_second']:,.0f}",
+            *("-" if f[k] is None else f"{f[k]:.3f}" for k in ("ratio_to_adamw", "ratio_to_gather_muon")),
+            f"{f['update_seconds']:.3f}",
+            *(f"{exposed[k]:.3f}" for k in ("gather", "reduce", "publish")),
+            f"{f['internode_bytes_per_step'] / 1e9:,.1f}",
+            "-" if f["peak_bytes_per_rank"] is None else f"{f['peak_bytes_per_rank'] / 2**30:.1f}",
+        )
+    console = Console() if sys.stdout.isatty() else Console(width=160)
+    console.print(table)
+    for line in planned.assumed:
+        console.print(f"  assumed: {line}", highlight=False, markup=False)
+
+
+def plot(points: Sequence[dict[str, Any]], path: Path) -> None:
+    """Step seconds and the ratio to AdamW over the world, one line per variant."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    seconds, ratio = figure.subplots(1, 2)
+    for i, name in enumerate(VARIANTS):
+        at = [(p["world"], p["variants"][name]) for p in points if name in p["variants"]]
+        if at:
+            worlds = [w for w, _ in at]
+            seconds.plot(worlds, [f["step_seconds"] for _, f in at], marker="o", color=f"C{i}", label=name)
+            if all(f["ratio_to_adamw"] is not None for _, f in at):
+                ratio.plot(worlds, [f["ratio_to_adamw"] for _, f in at], marker="o", color=f"C{i}", label=name)
+    seconds.set(title="predicted step", xlabel="ranks", ylabel="seconds", xscale="log", yscale="log")
+    ratio.set(title="predicted throughput over AdamW's", xlabel="ranks", xscale="log", ylim=(0, None))
+    ratio.axhline(1, color="gray", linewidth=0.8)
+    for axes in (seconds, ratio):
+        axes.grid(alpha=0.3)
+        axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+# ---- command ----
+
+
+def build_parser(prog: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description="Predict the step time of a configuration on a cluster, for every variant. Configuration flags "
+        "(--training.seq_len 4096, --dmuon.publish sync) as for training.",
+        allow_abbrev=False,
+    )
+    add_config_arguments(parser)
+    parser.add_argument("--world", required=True, metavar="N,...", help="data-parallel ranks, one or several worlds")
+    parser.add_argument("--cluster", default="h100", metavar="NAME_OR_FILE", help="default: %(default)s")
+    parser.add_argument("--variants", default=",".join(VARIANTS), metavar="NAME,...", help="default: all")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="timeline of the last world, for ui.perfetto.dev")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "dmuon simulate") -> int:
+    """Exit code 0, or 2 with one line on standard error when something cannot be simulated."""
+    args, flags = build_parser(prog).parse_known_args(argv)
+    names = args.variants.split(",")
+    unknown = [n for n in names if n not in VARIANTS]
+    if unknown:
+        print(f"{prog}: --variants: unknown {unknown[0]!r}; known are {', '.join(VARIANTS)}", file=sys.stderr)
+        return 2
+    if not all(w.isdecimal() and int(w) > 0 for w in args.world.split(",")):
+        print(f"{prog}: --world {args.world}: expected positive numbers, such as 8,64,256", file=sys.stderr)
+        return 2
+    from torchtitan_dmuon.titan.config import ConfigError
+    from torchtitan_dmuon.titan.platform import PlatformError
+
+    points: list[dict[str, Any]] = []
+    run = None
+    try:
+        cluster = read_cluster(args.cluster)
+        run = read_config(args, flags)
+        import copy
+
+        from torchtitan_dmuon.titan.planning import make_plan
+
+        results: dict[str, tuple[Simulated, dict[str, Any]]] = {}
+        for world in map(int, args.world.split(",")):
+            per_node = args.ranks_per_node or cluster.ranks_per_node
+            planned = make_plan(copy.deepcopy(run.config), world, per_node, "cuda", args.flavor, args.pattern)
+            results = simulate(planned, cluster, names)
+            figures = {name: f for name, (_, f) in results.items()}
+            print_table(world, cluster, planned, figures)
+            points.append({"world": world, "variants": figures})
+        if args.json is not None:
+            found = points[0] if len(points) == 1 else {"points": points}
+            args.json.parent.mkdir(parents=True, exist_ok=True)
+            args.json.write_text(json.dumps({"cluster": cluster.name, **found}, indent=2) + "\n")
+        if args.plot is not None:
+            plot(points, args.plot)
+        if args.trace is not None:
+            tracks = [trace_events(s.tasks, name, i) for i, (name, (s, _)) in enumerate(results.items())]
+            args.trace.write_text(json.dumps({"traceEvents": [event for track in tracks for event in track]}))
+    except (ConfigError, PlatformError, ValueError, OSError) as error:
+        located = run.source.locate(error) if run is not None and isinstance(error, ConfigError) else error
+        print(f"{prog}: {located}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,419 @@
+"""One training step of each variant as tasks: what runs on which lane, what it waits for, how long it takes alone.
+
+Decides: the order of a step, as `runtime/engine.py`, `schedule.py` and `optimizer.py` issue it (and FSDP2, for the
+variants that are FSDP2's), and the seconds of each task from a cluster's rates. Does not decide owners, routes or
+bytes: they are the plan's. Keeps: ranks that do alike are simulated once (one timeline of computation, one lane inside
+a node, one lane between nodes for each rail, which is what ranks of equal local rank form); where they do not, the
+busiest counts.
+
+Shape suffix: W ranks of the data-parallel group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from .events import Schedule, Task
+from .footprint import MASTER_BYTES, Group, Options, fsdp_traffic
+from .loads import LoadCounter, Loads
+from .newton_schulz import flops
+from .ownership import ELEMENTWISE_BYTES, OwnershipPlan
+from .runtime.engine import CONTRIBUTIONS_IN_FLIGHT
+from .topology import Topology
+
+ADAMW_BYTES = 28  # of memory traffic per element: parameter, gradient and moments read, parameter and moments written
+STEPS = 3  # simulated; the last is the one reported: publishes of the step before reach into it
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Rates of one GPU: FLOP/s, bytes/s (per direction for links) as reached, not as printed; seconds per operation."""
+
+    name: str
+    ranks_per_node: int
+    training_flops: float
+    update_flops: float
+    memory_rate: float
+    memory_bytes: float
+    near_rate: float
+    near_latency: float
+    far_rate: float
+    far_latency: float
+    far_shared: bool = False
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a step computes: forward FLOPs of each group on one rank and micro-batch; ``recompute``: the share of the
+    forward that backward repeats."""
+
+    groups: Sequence[Group]
+    forward_flops: Sequence[float]
+    recompute: float
+    options: Options
+
+    @property
+    def elements(self) -> int:
+        return sum(g.owned + g.rest for g in self.groups)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A plan on a topology with the layouts of its units in ``groups``."""
+
+    plan: OwnershipPlan
+    topology: Topology
+    groups: Sequence[Group]
+    sync: bool = False
+    # Two that are not built: level 2 and publishes as pipelined rings along a rail, and any number of units at once.
+    ring: bool = False
+    overlap: bool = False
+
+    @cached_property
+    def counter(self) -> LoadCounter:
+        return LoadCounter(self.topology)
+
+
+@dataclass
+class Simulated:
+    """Seconds of the last step, and where computation waited in it."""
+
+    step_seconds: float
+    update_seconds: float
+    exposed: Mapping[str, float]
+    tasks: list[Task]
+
+
+class StepModel:
+    """Tasks of one variant on one cluster."""
+
+    def __init__(self, cluster: Cluster, work: Work, topology: Topology) -> None:
+        self.cluster, self.work, self.topology = cluster, work, topology
+        self.options = work.options
+        self.schedule = Schedule()
+        self.rails = min(topology.ranks_per_node, topology.world)
+        self._micro = replace(work.options, micro_batches=1, reshard=False)  # FSDP2's bytes of one pass
+        local_W = torch.tensor([topology.local(r) for r in range(topology.world)])
+        self._by_rail = [torch.nonzero(local_W == rail).flatten() for rail in range(self.rails)]
+
+    # ---- seconds ----
+
+    def near_seconds(self, elements: int, size: float) -> float:
+        return elements * size / self.cluster.near_rate
+
+    def far_seconds(self, elements: int, size: float) -> float:
+        """Of bytes over one rank's link; where a node's ranks share it, of all its ranks' bytes over all of it."""
+        return elements * size / self.cluster.far_rate
+
+    def _ports(self, near: float, far: float, rails: Iterable[int] | None = None) -> dict[object, float]:
+        """Shares of the links: the longer part of a task that uses both takes all of its link."""
+        longest = max(near, far)
+        ports: dict[object, float] = {}
+        if near > 0:
+            ports["inside"] = near / longest
+        if far > 0:
+            for rail in self.rails_of(rails):
+                ports["in", rail] = ports["out", rail] = far / longest
+        return ports
+
+    def rails_of(self, rails: Iterable[int] | None = None) -> list[int]:
+        return [0] if self.cluster.far_shared else list(range(self.rails) if rails is None else rails)
+
+    def exchange(self, name: str, lane: str, loads: Loads, size: float, after: Iterable[Task | None]) -> Task:
+        """An operation of all ranks of a node (or of several): as long as its busiest link."""
+        busiest = loads.busiest_far
+        if self.cluster.far_shared and busiest:
+            nodes_W = torch.arange(self.topology.world) // self.rails
+            busiest = max(int(torch.bincount(nodes_W, x.double()).max()) for x in loads.parts()[1::2]) // self.rails
+        near, far = self.near_seconds(loads.busiest_near, size), self.far_seconds(busiest, size)
+        latency = self.cluster.near_latency if near else 0.0
+        latency += self.cluster.far_latency if far else 0.0
+        return self.schedule.add(name, lane, max(near, far), after, self._ports(near, far), latency)
+
+    # ---- FSDP2's part of a group ----
+
+    def fsdp(
+        self, phase: str, name: str, elements: int, after: Iterable[Task | None], bytes_each: int = 0
+    ) -> Task | None:
+        """All-gather, reduce-scatter or all-reduce of ``elements``; None where there is nothing to send."""
+        if not elements:
+            return None
+        c, w = bytes_each or self.options.compute_bytes, self.options.reduce_bytes
+        loads = fsdp_traffic(elements, self.topology, replace(self._micro, compute_bytes=c, reduce_bytes=w))[phase]
+        if not loads.near and not loads.far:
+            return None
+        return self.exchange(name, f"fsdp {phase}", loads, 1, after)
+
+    # ---- a step ----
+
+    def run(
+        self,
+        own: Placed | None,
+        update: Callable[[int, Task], tuple[Task, list[list[Task]]]],
+    ) -> Simulated:
+        """Several steps, one after the other. ``update(step, norm)`` adds the update and returns the task after which
+        the next forward may begin, and for each group the publishes that its next gather waits for."""
+        work, options = self.work, self.options
+        groups, count = work.groups, len(work.groups)
+        placed = own.groups if own is not None else groups
+        loads = [own.counter.loads(g.layout) if own is not None and g.layout is not None else None for g in placed]
+        shares = [own.counter.shares(g.layout) if loads[i] is not None else None for i, g in enumerate(placed)]  # type: ignore[union-attr]
+        rest = [g.rest + (0 if loads[i] is not None else g.owned) for i, g in enumerate(groups)]
+        add, c, w = self.schedule.add, options.compute_bytes, options.reduce_bytes
+        ready: Task | None = None
+        published: list[list[Task]] = [[] for _ in groups]
+        ends, waits = [], []
+        forward_rate, memory_rate = self.cluster.training_flops, self.cluster.memory_rate
+
+        for step in range(STEPS):
+            first = len(self.schedule.tasks)
+            begin_with = ready
+            for micro in range(options.micro_batches):
+                is_last = micro == options.micro_batches - 1
+                done: list[Task | None] = [None] * count
+                # Forward: a group's gather is issued when the computation of the one before it begins.
+                for i in range(count):
+                    asked = done[i - 1 - options.prefetch] if i > options.prefetch else begin_with
+                    needs: list[Task | None] = [begin_with if i == 0 else done[i - 1]]
+                    if (load := loads[i]) is not None:
+                        held = [*published[i], asked] if micro == 0 else [asked]
+                        needs.append(self.exchange(f"gather {i}", "gather", load["gather"], c, held))
+                    needs.append(self.fsdp("gather", f"all-gather {i}", rest[i], [asked]))
+                    done[i] = add(
+                        f"forward {i}", "compute", work.forward_flops[i] / forward_rate, needs, info=("gather", i, step)
+                    )
+                # Backward: again gathered, reduced as soon as it is over; few gradient buffers may be in flight.
+                back: list[Task | None] = [None] * count
+                level_1: list[Task | None] = [None] * count
+                scattered: list[Task | None] = [None] * count
+                last: list[Task | None] = []
+                for i in reversed(range(count)):
+                    ahead = i + 1 + options.prefetch
+                    asked = back[ahead] if ahead < count else done[count - 1]
+                    needs = [back[i + 1] if i + 1 < count else done[count - 1]]
+                    if options.reshard and (load := loads[i]) is not None:
+                        needs.append(self.exchange(f"gather {i}", "gather", load["gather"], c, [asked]))
+                    if options.reshard and i < count - 1:
+                        needs.append(self.fsdp("gather", f"all-gather {i}", rest[i], [asked]))
+                    busy = i + 1 + CONTRIBUTIONS_IN_FLIGHT
+                    needs += [level_1[busy]] if busy < count else []
+                    needs += [scattered[i + 2]] if i + 2 < count else []
+                    seconds = (2 + work.recompute) * work.forward_flops[i] / forward_rate
+                    back[i] = add(f"backward {i}", "compute", seconds, needs, info=("reduce", i, step))
+                    scattered[i] = self.fsdp("reduce_scatter", f"reduce-scatter {i}", rest[i], [back[i]])
+                    last.append(self.fsdp("all_reduce", f"all-reduce {i}", rest[i], [back[i], scattered[i]]))
+                    last.append(scattered[i])
+                    if (load := loads[i]) is not None:
+                        share = shares[i]
+                        assert own is not None and share is not None
+                        task = self.exchange(f"reduce {i}", "reduce", load["reduce_1"], w, [back[i]])
+                        members = self.rails if own.topology.routing == "two_level" else own.topology.world
+                        # Received sums are read, the total read and written.
+                        added = int(share.collected_W.max()) * members * 3 * w / memory_rate
+                        level_1[i] = add(f"sum {i}", "reduce", added, [task])
+                        if is_last or not options.defer_reduce:
+                            last += self._between(own, f"level 2 {i}", "level 2", load["reduce_2"], w, [level_1[i]])
+                        else:
+                            last.append(level_1[i])
+                begin_with = back[0]
+            norm = add(
+                "norm", "compute", 0.0, [back[0], *last], latency=2 * self.cluster.far_latency, info=("reduce", 0, step)
+            )
+            ready, published = update(step, norm)
+            ends.append(ready)
+            waits.append((first, len(self.schedule.tasks)))
+        self.schedule.run()
+        begin, end = ends[-2].end, ends[-1].end
+        tasks = self.schedule.tasks[waits[-1][0] : waits[-1][1]]
+        return Simulated(end - begin, end - norm.end, self._exposed(tasks, begin, published), self.schedule.tasks)
+
+    def _between(
+        self,
+        own: Placed,
+        name: str,
+        lane: str,
+        loads: Loads,
+        size: int,
+        after: Sequence[Task | None],
+        relay: Sequence[Sequence[Task]] = (),
+    ) -> list[Task | None]:
+        """An operation along each rail: every rank of it takes part, in order, until the busiest of them is through."""
+        made: list[Task | None] = []
+        topology = own.topology
+        for rail in range(self.rails):
+            at = self._by_rail[rail]
+            sent, received = int(loads.sent_far_W[at].max()), int(loads.received_far_W[at].max())
+            near = self.near_seconds(int(torch.maximum(loads.sent_near_W[at], loads.received_near_W[at]).max()), size)
+            if not sent and not received and not near:
+                continue
+            lone = lane == "level 2"
+            summed = 0.0
+            if own.ring and topology.nodes > 1:
+                # Each rank of the rail passes everything on once; the pipeline's depth costs latency alone.
+                sent = received = sent if lone else received
+                latency = self.cluster.far_latency * topology.nodes
+                if lone:
+                    summed = received * 3 * size / self.cluster.memory_rate
+            else:
+                latency = self.cluster.far_latency
+                if lone:  # node sums copied to fp32 and added one by one
+                    summed = received * (2 * MASTER_BYTES + 3 * MASTER_BYTES) / self.cluster.memory_rate
+            longest = self.far_seconds(max(sent, received), size)
+            ports: dict[object, float] = {}
+            if longest:
+                port = 0 if self.cluster.far_shared else rail
+                ports = {
+                    ("in", port): self.far_seconds(received, size) / longest,
+                    ("out", port): self.far_seconds(sent, size) / longest,
+                }
+                if self.cluster.far_shared:
+                    longest /= self.rails  # one rail alone has the whole link of its node
+            waits = [*after, *(relay[rail] if relay else ())]
+            key: tuple[object, ...] = (lane, rail)
+            if own.overlap:  # a lane for each unit, and the busiest rank's own port
+                key = (name, rail)
+                busiest = int(at[int(torch.maximum(loads.sent_far_W[at], loads.received_far_W[at]).argmax())])
+                ports = {(*port, busiest): share for port, share in ports.items()}  # type: ignore[misc]
+            task: Task | None = self.schedule.add(name, key, longest, waits, ports, latency)
+            tail = summed + near
+            made.append(self.schedule.add(f"{name}, inside", key, tail, [task]) if tail else task)
+        return made
+
+    def _exposed(self, tasks: Sequence[Task], begin: float, published: Sequence[Sequence[Task]]) -> dict[str, float]:
+        """Seconds that the computation of these tasks stood still, by what it waited for last."""
+        found = {"gather": 0.0, "reduce": 0.0, "publish": 0.0}
+        at = begin
+        for task in (t for t in tasks if t.lane == "compute"):
+            gap = task.start - at
+            if gap > 0 and task.info is not None:
+                cause = max((t for t in task.after), key=lambda t: t.end)
+                kind = task.info[0]
+                if kind == "reduce" and ("gather" in cause.name):
+                    kind = "gather"
+                if kind == "gather":
+                    behind = [t.end for t in cause.after if t.name.startswith("publish")]
+                    late = min(gap, max(0.0, max(behind, default=at) - at))
+                    found["publish"] += late
+                    gap -= late
+                found[kind] += gap
+            at = max(at, task.end)
+        return found
+
+    # ---- updates ----
+
+    def adamw_seconds(self, elements: int) -> float:
+        return elements / self.topology.shard_size * ADAMW_BYTES / self.cluster.memory_rate
+
+    def update_seconds(self, flop: float, elements: int) -> float:
+        return flop / self.cluster.update_flops + elements * ELEMENTWISE_BYTES / self.cluster.memory_rate
+
+
+def _nothing_published(groups: Sequence[Group]) -> list[list[Task]]:
+    return [[] for _ in groups]
+
+
+def simulate_adamw(cluster: Cluster, work: Work, topology: Topology) -> Simulated:
+    """Stock FSDP2 in HSDP, its all-reduces beside the backward, AdamW for everything."""
+    model = StepModel(cluster, work, topology)
+
+    def update(step: int, norm: Task) -> tuple[Task, list[list[Task]]]:
+        task = model.schedule.add("update", "compute", model.adamw_seconds(work.elements), [norm])
+        return task, _nothing_published(work.groups)
+
+    return model.run(None, update)
+
+
+def simulate_gather_muon(cluster: Cluster, work: Work, topology: Topology) -> Simulated:
+    """FSDP2; each update input is gathered in bf16 and every rank repeats all Newton-Schulz work, in turn."""
+    model = StepModel(cluster, work, topology)
+    rest = sum(g.rest for g in work.groups)
+    total = sum(ns_flops(g, work.options) for g in work.groups)
+    owned = sum(g.owned for g in work.groups)
+
+    def update(step: int, norm: Task) -> tuple[Task, list[list[Task]]]:
+        task: Task | None = norm
+        for i, group in enumerate(work.groups):
+            if group.owned:
+                gather = model.fsdp("gather", f"gather update {i}", group.owned, [task], bytes_each=2)
+                seconds = ns_flops(group, work.options) / cluster.update_flops
+                task = model.schedule.add(f"update {i}", "compute", seconds, [task, gather])
+        elementwise = owned / topology.shard_size * ELEMENTWISE_BYTES / cluster.memory_rate
+        seconds = elementwise + model.adamw_seconds(rest)
+        return model.schedule.add("update rest", "compute", seconds, [task]), _nothing_published(work.groups)
+
+    simulated = model.run(None, update)
+    assert total > 0
+    return simulated
+
+
+def simulate_dist_muon(cluster: Cluster, work: Work, topology: Topology, largest_flops: float) -> Simulated:
+    """FSDP2; each shard group updates every matrix once, ``largest_flops`` on its busiest rank: update inputs go to
+    owners and updates come back in fp32, two buckets at a time, so that the longer of both counts."""
+    model = StepModel(cluster, work, topology)
+    owned, rest = sum(g.owned for g in work.groups), sum(g.rest for g in work.groups)
+    loads = fsdp_traffic(owned, topology, replace(work.options, micro_batches=1, reshard=False))["reduce_scatter"]
+
+    def update(step: int, norm: Task) -> tuple[Task, list[list[Task]]]:
+        size = MASTER_BYTES / work.options.reduce_bytes  # the loads are bytes in the reduce dtype
+        there = model.exchange("updates to owners and back", "fsdp all-to-all", loads * 2, size, [norm])
+        elementwise = owned / topology.shard_size * ELEMENTWISE_BYTES / cluster.memory_rate
+        seconds = largest_flops / cluster.update_flops + elementwise
+        ns = model.schedule.add("update", "compute", seconds, [norm])
+        last = model.schedule.add("update rest", "compute", model.adamw_seconds(rest), [ns, there])
+        return last, _nothing_published(work.groups)
+
+    return model.run(None, update)
+
+
+def simulate_dmuon(cluster: Cluster, work: Work, placed: Placed) -> Simulated:
+    """Owners update in forward order; each unit is published along the rails when its owners have updated it."""
+    topology, options = placed.topology, work.options
+    model = StepModel(cluster, work, topology)
+    rest = sum(g.rest for g in placed.groups)
+    clock = dict.fromkeys(range(topology.world), 0.0)
+    updated: list[list[float]] = []  # unit -> seconds after the norm at which each rail's owners have updated it
+    for group in placed.groups:
+        for piece in group.pieces:
+            seconds = model.update_seconds(
+                sum(flops(m, n, options.settings, options.device_type) for m, n in piece.matrices()), piece.numel
+            )
+            owner = placed.plan.owner_of(piece.key)
+            if topology.ownership == "replica":
+                for rank in topology.masters_of(owner):
+                    clock[rank] += seconds
+            else:
+                clock[owner] += seconds
+        roots = set() if group.layout is None else set(group.layout.ranges)
+        updated.append(
+            [max((clock[r] for r in roots if topology.local(r) == rail), default=0.0) for rail in range(model.rails)]
+        )
+    slowest = max(clock.values())
+
+    def update(step: int, norm: Task) -> tuple[Task, list[list[Task]]]:
+        add = model.schedule.add
+        own = add("update", "compute", slowest, [norm])
+        last: Task = add("update rest", "compute", model.adamw_seconds(rest), [own])
+        published: list[list[Task]] = []
+        for i, group in enumerate(placed.groups):
+            made: list[Task | None] = []
+            if group.layout is not None and topology.ownership == "global":
+                loads = placed.counter.spread(group.layout)
+                owners = [[add(f"updated {i}", None, updated[i][rail], [norm])] for rail in range(model.rails)]
+                made = model._between(placed, f"publish {i}", "publish", loads, options.compute_bytes, (), owners)
+            published.append([t for t in made if t is not None])
+        if placed.sync:
+            last = add(
+                "publishes over", "compute", 0.0, [last, *(t for ts in published for t in ts)], info=("publish",)
+            )
+        return last, published
+
+    return model.run(placed, update)
+
+
+def ns_flops(group: Group, options: Options) -> int:
+    """Newton-Schulz FLOPs of a group's matrices, once."""
+    return sum(flops(m, n, options.settings, options.device_type) for p in group.pieces for m, n in p.matrices())
