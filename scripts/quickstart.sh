@@ -24,14 +24,14 @@ ensure_venv
 cd "$ROOT"
 
 # GPUs: a mesh of two replicas where their number allows it. CPU: four processes, 2 x 2. bf16 only where it is fast.
-read -r ranks replicas shards dtype < <("$VENV_PYTHON" - <<'PYTHON'
+read -r launcher ranks replicas shards dtype < <("$VENV_PYTHON" - <<'PYTHON'
 import torch
 from torchtitan_dmuon.newton_schulz import cpu_has_fast_bf16
 
 gpus = torch.cuda.device_count()
 ranks = gpus or 4
 replicas = 2 if ranks >= 4 and ranks % 2 == 0 else 1
-print(ranks, replicas, ranks // replicas, "bfloat16" if gpus or cpu_has_fast_bf16() else "float32")
+print("torchrun" if gpus else "fork", ranks, replicas, ranks // replicas, "bfloat16" if gpus or cpu_has_fast_bf16() else "float32")
 PYTHON
 )
 export TOKENIZERS_PARALLELISM=true
@@ -41,12 +41,24 @@ show_steps() {   # keeps rank 0's step lines of a training log, behind the run's
     local line
     while IFS= read -r line; do
         case $line in
-            *'[rank0]:'*'step: '*)   # ranks write at once: two lines may arrive as one
+            *'[rank0]:'*'step: '*)   # ranks write at once under torchrun: two lines may arrive as one
                 line=${line##*'[rank0]:'}
                 line=${line#*step: }
                 printf '  %-12s step: %s\n' "$1" "${line%%'[rank'*}" ;;
+            *'[rank'*) ;;
+            *'step: '*) printf '  %-12s step: %s\n' "$1" "${line#*step: }" ;;
         esac
     done
+}
+
+launch() {   # launch CONFIG FLAGS...: CPU ranks fork from one import, which saves half a minute a run on two cores
+    local config=$1
+    shift
+    if [ "$launcher" = fork ]; then
+        "$VENV_PYTHON" -m torchtitan_dmuon.local "$ranks" --config "$config" "$@"
+    else   # all ranks go to the log: a failure may be another rank's than 0
+        LOG_RANK='' NGPU=$ranks CONFIG_FILE=$config TORCHRUN=$VENV/bin/torchrun scripts/run_train.sh "$@"
+    fi
 }
 
 train() {   # train NAME: one run in $OUT/NAME
@@ -54,8 +66,7 @@ train() {   # train NAME: one run in $OUT/NAME
     rm -rf "${OUT:?}/$name"   # a checkpoint left there would be resumed instead of trained
     mkdir -p "$OUT/$name"
     echo "$name: $STEPS steps on $ranks processes ($replicas x $shards, $dtype), full log in $log"
-    # All ranks go to the log: a failure may be another rank's than 0.
-    if ! LOG_RANK='' NGPU=$ranks CONFIG_FILE=train_configs/debug_$name.toml TORCHRUN=$VENV/bin/torchrun scripts/run_train.sh \
+    if ! launch "train_configs/debug_$name.toml" \
         --dump_folder "$OUT/$name" --training.steps "$STEPS" --training.mixed_precision_param "$dtype" \
         --parallelism.data_parallel_replicate_degree "$replicas" --parallelism.data_parallel_shard_degree "$shards" \
         --checkpoint.enable --metrics.disable_color_printing 2>&1 | tee "$log" | show_steps "$name"; then

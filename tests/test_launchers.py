@@ -165,7 +165,8 @@ case "$1 $2" in
   "-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && cp "$0" "$3/bin/torchrun" ;;
   "-c "*) exec {sys.executable} "$@" ;;
   "-m pip") exit "${{PIP_RC:-0}}" ;;
-  "- ") cat >/dev/null; echo "4 2 2 float32" ;;
+  "- ") cat >/dev/null; echo "${{LAUNCHER:-torchrun}} 4 2 2 float32" ;;
+  "-m torchtitan_dmuon.local") printf "INFO - step:  1  loss: 7.5\\nINFO - step:  2  loss: 7.4\\n"; exit 0 ;;
   "--version "*) echo "Python 3.99" ;;
 esac
 if [ "${{0##*/}}" = torchrun ]; then
@@ -216,6 +217,18 @@ def test_an_old_python_is_refused(fake_clone, stubs):
     old = add("old-python", "exit 1")
     done = run(["bash", str(clone / "scripts/test.sh")], PYTHON=old, VENV=str(clone / ".venv"))
     assert done.returncode == 2 and "older than Python 3.11" in done.stderr
+
+
+def test_quickstart_forks_its_ranks_where_there_is_no_gpu(fake_clone, stubs, tmp_path):
+    clone, interpreter = fake_clone
+    _, calls, run = stubs
+    env = dict(PYTHON=interpreter, VENV=str(clone / ".venv"), LAUNCHER="fork")
+    done = run(["bash", str(clone / "scripts/quickstart.sh"), "--out", str(tmp_path / "out")], **env)
+    assert done.returncode == 0, done.stderr
+    runs = [call for call in calls() if "torchtitan_dmuon.local" in call]
+    assert len(runs) == 3 and all(r[r.index("torchtitan_dmuon.local") + 1] == "4" for r in runs)
+    assert [Path(flag(r, "--config")).name for r in runs] == [f"debug_{v}.toml" for v in VARIANTS]
+    assert done.stdout.count("  step:  1  loss: 7.5\n") == done.stdout.count("step:  2  loss: 7.4\n") == 3
 
 
 def test_quickstart_trains_three_alike_and_compares(fake_clone, stubs, tmp_path):
@@ -324,3 +337,32 @@ def test_pages_name_files_that_exist(page):
     text = (ROOT / page).read_text()
     for name in re.findall(r"\b((?:scripts|train_configs|torchtitan_dmuon|docs)/[\w./-]*\w)", text):
         assert (ROOT / name).exists() or name.endswith("FILE.toml"), name
+
+
+def test_forked_ranks_end_together_and_say_whose_fault_it_was(tmp_path):
+    """`torchtitan_dmuon.local`: a bad flag is code 2 and rank 0's message; a rank that dies ends the others."""
+    script = """
+import os, sys, time
+from pathlib import Path
+from torchtitan_dmuon import local
+
+def run(arguments):
+    rank = int(os.environ["RANK"])
+    if arguments == ["dies"] and rank == 2:
+        print("rank two speaks", flush=True)
+        os._exit(7)
+    if arguments == ["dies"]:
+        time.sleep(60)
+    assert os.environ["WORLD_SIZE"] == os.environ["LOCAL_WORLD_SIZE"] == "3"
+    return 0
+
+for arguments in (["ends"], ["dies"]):
+    folder = Path(sys.argv[1], arguments[0])
+    folder.mkdir()
+    print(local._wait(local._fork(3, arguments, folder, run)), flush=True)
+print(Path(sys.argv[1], "dies", "2.log").read_text())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=50, cwd=ROOT
+    )
+    assert done.stdout.splitlines() == ["(0, -1)", "(7, 2)", "rank two speaks", ""], done.stderr
