@@ -1,0 +1,129 @@
+"""`python -m torchtitan_dmuon.local N ARGUMENTS`: the ranks of one CPU machine, forked after one import.
+
+Decides: how N gloo ranks start where importing torch and TorchTitan N times would take longer than training (a laptop,
+the quickstart). Each rank sees the environment that torchrun would give it and runs `torchtitan_dmuon.train` with the
+arguments. Not for CUDA, whose processes do not survive a fork, nor for several nodes: use torchrun there.
+
+Rank 0 writes to the terminal; the others to files, whose end is shown if a rank fails. When one rank ends badly, or on
+a signal, the rest are ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+_GRACE_SECONDS = 10.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the first bad exit code of a rank, or 0."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if not argv or not argv[0].isdecimal() or int(argv[0]) < 1:
+        print("usage: python -m torchtitan_dmuon.local N ARGUMENTS of torchtitan_dmuon.train", file=sys.stderr)
+        return 2
+    world, arguments = int(argv[0]), argv[1:]
+
+    import torch
+
+    from torchtitan_dmuon.titan import platform
+
+    if not platform.on_cpu():
+        print("error: this machine has an accelerator; start with torchrun instead", file=sys.stderr)
+        return 2
+    threads = int(os.environ.setdefault("OMP_NUM_THREADS", "1"))
+    torch.set_num_threads(threads)
+    platform.prepare()
+    import torchtitan.trainer  # noqa: F401
+
+    import torchtitan_dmuon.titan.optimizer  # noqa: F401
+    from torchtitan_dmuon import train
+
+    with tempfile.TemporaryDirectory(prefix="dmuon-ranks-") as logs:
+        pids = _fork(world, arguments, Path(logs), train.main)
+        code, culprit = _wait(pids)
+        if code and culprit > 0:
+            lines = Path(logs, f"{culprit}.log").read_text(errors="replace").splitlines()
+            print(
+                f"rank {culprit} ended with code {code}; the end of its log:", *lines[-20:], sep="\n", file=sys.stderr
+            )
+    return code
+
+
+def _fork(world: int, arguments: list[str], logs: Path, run) -> list[int]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pids = []
+    for rank in range(world):
+        pid = os.fork()
+        if pid:
+            pids.append(pid)
+            continue
+        code = 1
+        try:
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
+            os.environ.update(GROUP_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+            if rank:
+                log = os.open(logs / f"{rank}.log", os.O_WRONLY | os.O_CREAT)
+                os.dup2(log, 1)
+                os.dup2(log, 2)
+            code = run(arguments)
+        except SystemExit as ended:
+            code = ended.code if isinstance(ended.code, int) else 1
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    return pids
+
+
+def _wait(pids: list[int]) -> tuple[int, int]:
+    """(exit code, rank) of the first rank that ended badly, after ending the rest; (0, -1) if none did."""
+    live = dict(enumerate(pids))
+
+    def stop(number: int, _frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+    failed = (0, -1)
+    try:
+        while live and not failed[0]:
+            for rank, pid in list(live.items()):
+                done, status = os.waitpid(pid, os.WNOHANG)
+                if done:
+                    del live[rank]
+                    code = os.waitstatus_to_exitcode(status)
+                    if code and not failed[0]:
+                        failed = (code if code > 0 else 128 - code, rank)
+            time.sleep(0.05)
+    finally:
+        deadline = time.monotonic() + _GRACE_SECONDS
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            for rank, pid in list(live.items()):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+                while number == signal.SIGKILL or time.monotonic() < deadline:
+                    if os.waitpid(pid, os.WNOHANG)[0]:
+                        del live[rank]
+                        break
+                    time.sleep(0.05)
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
