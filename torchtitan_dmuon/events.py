@@ -25,7 +25,7 @@ class Task:
     seconds: float
     latency: float = 0.0
     ports: Mapping[Hashable, float] = field(default_factory=dict)
-    after: tuple[Task, ...] = ()
+    after: tuple[Task, ...] = field(default=(), repr=False)
     info: Any = None
     start: float = -1.0
     end: float = -1.0

@@ -12,7 +12,7 @@ Shape suffix: W ranks of the data-parallel group.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -85,7 +85,7 @@ class Simulated:
     step_seconds: float
     update_seconds: float
     exposed: Mapping[str, float]
-    tasks: list[Task]
+    tasks: list[Task] = field(repr=False)
 
 
 class StepModel:
