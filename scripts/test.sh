@@ -7,7 +7,7 @@ ensure_venv
 cd "$ROOT"
 
 "$VENV_PYTHON" -m ruff check .
-"$VENV_PYTHON" -m ruff format --check --line-length 120 .
+"$VENV_PYTHON" -m ruff format --check torchtitan_dmuon tests scripts
 "$VENV_PYTHON" -m mypy torchtitan_dmuon/*.py torchtitan_dmuon/runtime torchtitan_dmuon/titan/data.py
 # One thread per process: the tests fork ranks, and more threads than cores make them slow.
 OMP_NUM_THREADS=1 exec "$VENV_PYTHON" -m pytest "$@"
