@@ -184,15 +184,15 @@ def test_deferring_saves_what_crosses_nodes() -> None:
     assert simulate_dmuon(slow, once, placed).step_seconds < simulate_dmuon(slow, each, placed).step_seconds - 1
 
 
-def test_a_shared_port_is_slower_than_links_of_ones_own() -> None:
+def test_one_rail_may_use_the_whole_port_that_a_node_shares() -> None:
     work, placed = setup(nodes=4)
     own = replace(FAST, far_rate=1e4)
     shared = replace(own, far_shared=True)
     assert simulate_adamw(shared, work, placed.topology).step_seconds == pytest.approx(
         simulate_adamw(own, work, placed.topology).step_seconds
     )
-    a, b = (simulate_dmuon(c, work, placed).step_seconds for c in (own, shared))
-    assert a != b and a == pytest.approx(b, rel=0.6)
+    alone, together = (simulate_dmuon(c, work, placed).exposed["reduce"] for c in (own, shared))
+    assert alone / 2 <= together < alone  # two ranks a node; owners on different nodes do not share
 
 
 # ---- the command ----

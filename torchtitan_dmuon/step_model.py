@@ -109,26 +109,25 @@ class StepModel:
         """Of bytes over one rank's link; where a node's ranks share it, of all its ranks' bytes over all of it."""
         return elements * size / self.cluster.far_rate
 
-    def _ports(self, near: float, far: float, rails: Iterable[int] | None = None) -> dict[object, float]:
-        """Shares of the links: the longer part of a task that uses both takes all of its link."""
+    def _ports(self, near: float, far: float) -> dict[object, float]:
+        """Shares of all links: the longer part of an operation that uses both kinds takes all of its kind."""
         longest = max(near, far)
-        ports: dict[object, float] = {}
-        if near > 0:
-            ports["inside"] = near / longest
+        ports: dict[object, float] = {"inside": near / longest} if near > 0 else {}
         if far > 0:
-            for rail in self.rails_of(rails):
-                ports["in", rail] = ports["out", rail] = far / longest
+            ends = range(self.topology.nodes if self.cluster.far_shared else self.rails)
+            ports |= {(way, end): far / longest for end in ends for way in ("in", "out")}
         return ports
 
-    def rails_of(self, rails: Iterable[int] | None = None) -> list[int]:
-        return [0] if self.cluster.far_shared else list(range(self.rails) if rails is None else rails)
+    def _by_node(self, elements_W: torch.Tensor) -> torch.Tensor:
+        """Sums over the ranks of each node."""
+        nodes_W = torch.arange(self.topology.world) // self.topology.ranks_per_node
+        return torch.zeros(self.topology.nodes, dtype=torch.int64).index_add_(0, nodes_W, elements_W)
 
     def exchange(self, name: str, lane: str, loads: Loads, size: float, after: Iterable[Task | None]) -> Task:
         """An operation of all ranks of a node (or of several): as long as its busiest link."""
         busiest = loads.busiest_far
         if self.cluster.far_shared and busiest:
-            nodes_W = torch.arange(self.topology.world) // self.rails
-            busiest = max(int(torch.bincount(nodes_W, x.double()).max()) for x in loads.parts()[1::2]) // self.rails
+            busiest = max(int(self._by_node(x).max()) for x in loads.parts()[1::2]) // self.rails
         near, far = self.near_seconds(loads.busiest_near, size), self.far_seconds(busiest, size)
         latency = self.cluster.near_latency if near else 0.0
         latency += self.cluster.far_latency if far else 0.0
@@ -161,7 +160,7 @@ class StepModel:
         groups, count = work.groups, len(work.groups)
         placed = own.groups if own is not None else groups
         loads = [own.counter.loads(g.layout) if own is not None and g.layout is not None else None for g in placed]
-        shares = [own.counter.shares(g.layout) if loads[i] is not None else None for i, g in enumerate(placed)]  # type: ignore[union-attr]
+        shares = [None if own is None or g.layout is None else own.counter.shares(g.layout) for g in placed]
         rest = [g.rest + (0 if loads[i] is not None else g.owned) for i, g in enumerate(groups)]
         add, c, w = self.schedule.add, options.compute_bytes, options.reduce_bytes
         ready: Task | None = None
@@ -229,7 +228,7 @@ class StepModel:
         self.schedule.run()
         begin, end = ends[-2].end, ends[-1].end
         tasks = self.schedule.tasks[waits[-1][0] : waits[-1][1]]
-        return Simulated(end - begin, end - norm.end, self._exposed(tasks, begin, published), self.schedule.tasks)
+        return Simulated(end - begin, end - norm.end, self._exposed(tasks, begin), self.schedule.tasks)
 
     def _between(
         self,
@@ -264,14 +263,16 @@ class StepModel:
                     summed = received * (2 * MASTER_BYTES + 3 * MASTER_BYTES) / self.cluster.memory_rate
             longest = self.far_seconds(max(sent, received), size)
             ports: dict[object, float] = {}
-            if longest:
-                port = 0 if self.cluster.far_shared else rail
-                ports = {
-                    ("in", port): self.far_seconds(received, size) / longest,
-                    ("out", port): self.far_seconds(sent, size) / longest,
-                }
-                if self.cluster.far_shared:
-                    longest /= self.rails  # one rail alone has the whole link of its node
+            if longest and self.cluster.far_shared:
+                # One rail alone has the whole port of a node; those of other nodes are other ports.
+                longest /= self.rails
+                for way, each_W in (("in", loads.received_far_W), ("out", loads.sent_far_W)):
+                    mine_W = torch.zeros_like(each_W)
+                    mine_W[at] = each_W[at].clamp(max=max(sent, received))
+                    by_node = self._by_node(mine_W).tolist()
+                    ports |= {(way, node): n / max(sent, received) for node, n in enumerate(by_node) if n}
+            elif longest:
+                ports = {("in", rail): received / max(sent, received), ("out", rail): sent / max(sent, received)}
             waits = [*after, *(relay[rail] if relay else ())]
             key: tuple[object, ...] = (lane, rail)
             if own.overlap:  # a lane for each unit, and the busiest rank's own port
@@ -283,7 +284,7 @@ class StepModel:
             made.append(self.schedule.add(f"{name}, inside", key, tail, [task]) if tail else task)
         return made
 
-    def _exposed(self, tasks: Sequence[Task], begin: float, published: Sequence[Sequence[Task]]) -> dict[str, float]:
+    def _exposed(self, tasks: Sequence[Task], begin: float) -> dict[str, float]:
         """Seconds that the computation of these tasks stood still, by what it waited for last."""
         found = {"gather": 0.0, "reduce": 0.0, "publish": 0.0}
         at = begin
