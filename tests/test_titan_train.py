@@ -106,7 +106,7 @@ def test_accumulation_defers_the_reduce_between_nodes(folder):
 
     one, (*_, first) = sent()
     many = ("--training.global_batch_size", "32")
-    deferred, (*_, second) = sent(*many)
+    deferred, (*_, second) = sent(*many, "--dmuon.defer_reduce", "True")
     eager, (*_, third) = sent(*many, "--dmuon.defer_reduce", "False")
     assert second["dmuon/bytes/inter_node"] == first["dmuon/bytes/inter_node"]
     # Publish and reduce carry as many bytes in fp32: one publish and four reduces against one and one.

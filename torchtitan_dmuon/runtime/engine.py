@@ -224,7 +224,10 @@ class Engine:
         else:
             fresh = unit.grad
         for span in ranges:
-            total = _sum([slice_of(by_node[n], *span).float().clone() for n in sorted(by_node)])
+            first, *others = (slice_of(by_node[n], *span) for n in sorted(by_node))
+            total = first.to(torch.float32, copy=True)
+            for each in others:
+                total.add_(each)
             slice_of(fresh, *span).add_(total.div_(self.gradient_divide_factor))
         if self.topology.ownership == "replica":
             for spread in self._routes[unit.index][2]:

@@ -5,6 +5,7 @@ Decides: the few moments of a run that the runtime must be told about. Copies no
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -37,6 +38,7 @@ class DMuonTrainer(Trainer):
         if uses_dmuon(config) and config.model_spec is not None:
             from torchtitan_dmuon.titan.parallelize import with_owned_matrices
 
+            self._defer_reduce = _defers(config)
             config.model_spec = with_owned_matrices(config.model_spec, config)
         if type(config.metrics) is MetricsProcessor.Config:
             config.metrics = retype(config.metrics, DMuonMetricsProcessor.Config)
@@ -56,7 +58,7 @@ class DMuonTrainer(Trainer):
         owned = self.owned
         if owned is not None:
             last = self._micro_batch == self.gradient_accumulation_steps - 1
-            owned.set_is_last_backward(last or self.config.dmuon.defer_reduce is False)
+            owned.set_is_last_backward(last or not self._defer_reduce)
             self._micro_batch += 1
         return super().forward_backward_step(**kwargs)
 
@@ -104,3 +106,24 @@ class DMuonTrainer(Trainer):
             f"ownership plan: {plan['matrices']} matrices in {plan['pieces']} pieces, largest owner "
             f"{plan['imbalance']:.3f} times the mean, {plan['idle_owners']} idle owners; saved in {path}"
         )
+
+
+def _defers(config: DMuonTrainer.Config) -> bool:
+    """Whether gradients cross nodes once per step. "auto": where the planned peak stays at AdamW's."""
+    if config.dmuon.defer_reduce != "auto":
+        return bool(config.dmuon.defer_reduce)
+    from torchtitan_dmuon.titan.planning import make_plan
+    from torchtitan_dmuon.titan.platform import on_cpu
+
+    world, local = int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if config.training.global_batch_size <= config.training.local_batch_size * world:
+        return True  # one micro-batch: nothing to defer
+    planned = make_plan(
+        copy.deepcopy(config), world, config.dmuon.ranks_per_node or local, "cpu" if on_cpu() else "cuda"
+    )
+    if not planned.options.defer_reduce:
+        logger.warning(
+            "dmuon.defer_reduce = auto: gradients cross nodes in every micro-batch, because sums kept inside nodes "
+            "would take the planned peak memory above AdamW's; set it to true to keep them anyway"
+        )
+    return planned.options.defer_reduce
