@@ -11,6 +11,7 @@ a signal, the rest are ended.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import socket
@@ -71,6 +72,9 @@ def _fork(world: int, arguments: list[str], logs: Path, run) -> list[int]:
             continue
         code = 1
         try:
+            # A launcher that is killed outright takes its ranks along (prctl's PR_SET_PDEATHSIG; Linux).
+            with contextlib.suppress(AttributeError):
+                ctypes.CDLL(None).prctl(1, signal.SIGKILL)
             os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
             os.environ.update(GROUP_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
             if rank:

@@ -42,6 +42,10 @@ def _checked(run: toml_config.Run) -> list[str]:
     from torchtitan_dmuon.titan import checks, data
 
     try:
+        try:
+            os.makedirs(run.config.dump_folder, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"dump_folder cannot be used: {error}", "dump_folder") from None
         checks.check_run(run.config, int(os.environ["WORLD_SIZE"]))
         settled = checks.settle(run.config)
         tables, left_out = toml_config.document(run)  # before this machine adapts it

@@ -7,6 +7,7 @@ are not finite on any rank changes nothing on any rank.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,6 +16,8 @@ import torch
 from torch import nn
 
 from .engine import Engine
+
+logger = logging.getLogger(__name__)
 
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
 
@@ -72,6 +75,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
             return loss
         if not engine.gradients_are_finite():
             self.skipped_steps += 1
+            logger.warning("a gradient is not finite on some rank: no owned weight is updated in this step")
             self.zero_grad()
             return loss
         grads = {p: p.grad for params in self._by_unit for p in params}

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 
 from ..matrices import MatrixLayout, OwnedSpec, Piece, count_matrices
 from ..ownership import CostModel, MeshSpec, OwnershipPlan, assign
@@ -30,7 +31,7 @@ from .engine import PHASES, Engine
 from .hooks import Hooks
 from .leaf import adapt_leaf, adapt_root
 from .optimizer import OptimizerFactory, OwnedOptimizer
-from .parameter import OwnedParameter
+from .parameter import FreedParameter, OwnedParameter
 from .row_shards import RowShards
 from .selection import Select, group_units, parameter_slots, select_specs
 from .transport import Transport, make_transport
@@ -107,6 +108,7 @@ def own_matrices(
     slots = parameter_slots(model)
     specs = select_specs(slots, select, layouts or {}, stacks)
     chosen = {spec.name: slots[spec.name] for spec in specs}
+    _check_unowned(chosen)
     grouped, modules_of = group_units(model, list(units), chosen)
     plan = _plan(specs, grouped, topology, balance, cost)
 
@@ -379,6 +381,15 @@ def _topology(grid: RankGrid, ranks_per_node: int, routing: str, holders: str, o
     world = len(grid.ranks)
     per_node = ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", world))
     return Topology(world, grid.shard_size, per_node, routing, holders, ownership)
+
+
+def _check_unowned(chosen: Mapping[str, list[tuple[nn.Module, str]]]) -> None:
+    for name, places in chosen.items():
+        module, attribute = places[0]
+        if isinstance(module._parameters[attribute], FreedParameter):
+            raise ValueError(f"{name} is owned already: own_matrices was called on this model before")
+        if isinstance(module._parameters[attribute], DTensor):
+            raise ValueError(f"{name} is sharded already: call own_matrices before fully_shard")
 
 
 def _check_options(publish: str, prefetch: int) -> None:

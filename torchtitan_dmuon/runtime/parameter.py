@@ -37,7 +37,8 @@ class FreedParameter(nn.Parameter):
             which = getattr(freed, "dmuon_name", "an owned weight")
             raise RuntimeError(
                 f"{which} is not gathered here ({name} was called on it). Use it inside the forward of its unit, or "
-                f"inside `with owned.gathered():`; its fp32 value is in the state dict of its owner."
+                f"inside `with owned.gathered():`; its fp32 value is in the state dict of its owner. If `fully_shard` "
+                f"raised this, pass it `ignored_params=owned.parameters`."
             )
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from torchtitan_dmuon.matrices import canonical_name
+from torchtitan_dmuon.ownership import CostModel
 from torchtitan_dmuon.titan.config import (
     MATRIX_OPTIMIZERS,
     Assignment,
@@ -105,6 +106,11 @@ def check_dmuon(config: Any) -> None:
                 "AdamW or GatherMuon",
                 f"parallelism.{name}",
             )
+    if config.dmuon.cost_file:
+        try:
+            CostModel.from_file(config.dmuon.cost_file)
+        except (OSError, ValueError) as error:
+            raise ConfigError(str(error), "dmuon.cost_file") from None
     if config.parallelism.spmd_backend == "full_dtensor":
         raise ConfigError(
             'spmd_backend = "full_dtensor": DMuon gathers plain weights, which that backend cannot mix with its '
