@@ -10,11 +10,12 @@ is refused, naming it. Read in torchtitan 0.3.0.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from torch import nn
 
 from torchtitan_dmuon.matrices import WHOLE, MatrixLayout, OwnedSpec, canonical_name
-from torchtitan_dmuon.titan.config import ConfigError
+from torchtitan_dmuon.titan.config import ConfigError, assign_parameters
 
 
 def owned_specs(model: nn.Module, names: Iterable[str]) -> list[OwnedSpec]:
@@ -35,6 +36,14 @@ def owned_specs(model: nn.Module, names: Iterable[str]) -> list[OwnedSpec]:
     if wanted:
         raise ConfigError(f"{min(wanted)}: the model has no such parameter", "optimizer.param_groups")
     return specs
+
+
+def dmuon_specs(config: Any, model: nn.Module) -> list[OwnedSpec]:
+    """The specs of what a Trainer.Config's groups give to the optimizer "DMuon": the rule of training and of plans."""
+    shapes = {canonical_name(n): tuple(p.shape) for n, p in model.named_parameters() if p.requires_grad}
+    groups = config.optimizer.param_groups
+    taken = assign_parameters(shapes, [(g.pattern, g.optimizer_name) for g in groups])
+    return owned_specs(model, [n for g, mine in zip(groups, taken.groups) if g.optimizer_name == "DMuon" for n in mine])
 
 
 def _layout(

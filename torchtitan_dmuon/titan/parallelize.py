@@ -16,14 +16,14 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from torchtitan_dmuon.matrices import canonical_name
-from torchtitan_dmuon.muon import settings_of
+from torchtitan_dmuon.muon import Muon, settings_of
 from torchtitan_dmuon.newton_schulz import flops
 from torchtitan_dmuon.ownership import CostModel
 from torchtitan_dmuon.runtime.owned import OwnedMatrices, RankGrid, own_matrices
 from torchtitan_dmuon.titan import seams
-from torchtitan_dmuon.titan.config import DMuonConfig, assign_parameters
+from torchtitan_dmuon.titan.config import DMuonConfig
 from torchtitan_dmuon.titan.initialization import draw_rows
-from torchtitan_dmuon.titan.models import owned_specs
+from torchtitan_dmuon.titan.models import dmuon_specs
 
 _ATTRIBUTE = "_dmuon_owned"  # where the optimizer container, which is built from the model alone, finds it
 
@@ -44,11 +44,7 @@ def with_owned_matrices(spec: Any, config: Any) -> Any:
 
     @functools.wraps(parallelize)
     def wrapped(model: nn.Module, *, parallel_dims: Any, **kwargs: Any) -> nn.Module:
-        shapes = {n: tuple(p.shape) for n, p in model.named_parameters() if p.requires_grad}
-        groups = config.optimizer.param_groups
-        assignment = assign_parameters(shapes, [(g.pattern, g.optimizer_name) for g in groups])
-        names = [n for g, taken in zip(groups, assignment.groups) if g.optimizer_name == "DMuon" for n in taken]
-        specs = owned_specs(model, names)
+        specs = dmuon_specs(config, model)
         wanted = {s.name for s in specs}
 
         def owned_parameters() -> list[nn.Parameter]:
@@ -95,7 +91,7 @@ def _options(config: Any, training: Any, parallelism: Any) -> dict[str, Any]:
         "gradient_divide_factor": 1.0,  # TorchTitan divides the loss by the global token count instead
         "ownership": dmuon.ownership,
         "balance": dmuon.balance,
-        "cost": _cost(config),
+        "cost": cost_model(config, utils.device_type),
         "routing": dmuon.routing,
         "holders": dmuon.holders,
         "publish": dmuon.publish,
@@ -106,17 +102,13 @@ def _options(config: Any, training: Any, parallelism: Any) -> dict[str, Any]:
     }
 
 
-def _cost(config: Any) -> CostModel:
+def cost_model(config: Any, device_type: str) -> CostModel:
     """FLOPs of the Newton-Schulz that the first DMuon group runs, or measured seconds."""
-    from torchtitan_dmuon.muon import Muon
-    from torchtitan_dmuon.titan.platform import on_cpu
-
     if config.dmuon.cost_file:
         return CostModel.from_file(config.dmuon.cost_file)
     kwargs = next(g.optimizer_kwargs for g in config.optimizer.param_groups if g.optimizer_name == "DMuon")
-    probe = Muon([torch.zeros(1, 1)], **kwargs)
-    settings = settings_of(probe.param_groups[0])
-    return CostModel(flops=functools.partial(flops, settings=settings, device_type="cpu" if on_cpu() else "cuda"))
+    settings = settings_of(Muon([torch.zeros(1, 1)], **kwargs).param_groups[0])
+    return CostModel(flops=functools.partial(flops, settings=settings, device_type=device_type))
 
 
 def _route_init(owned: OwnedMatrices, seed: int) -> None:

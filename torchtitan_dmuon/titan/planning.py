@@ -9,7 +9,6 @@ one, digest and all (invariant 6).
 from __future__ import annotations
 
 import dataclasses
-import functools
 import sys
 from collections import Counter
 from typing import Any
@@ -18,14 +17,16 @@ import torch
 from torch import nn
 
 from torchtitan_dmuon.footprint import Footprint, Group, Options, footprint, should_defer
-from torchtitan_dmuon.matrices import OwnedSpec, canonical_name
+from torchtitan_dmuon.matrices import OwnedSpec
 from torchtitan_dmuon.muon import Muon, settings_of
 from torchtitan_dmuon.newton_schulz import NewtonSchulz, flops
-from torchtitan_dmuon.ownership import CostModel, MeshSpec, OwnershipPlan, assign
+from torchtitan_dmuon.ownership import MeshSpec, OwnershipPlan, assign
 from torchtitan_dmuon.runtime.owned import root_owners
 from torchtitan_dmuon.runtime.selection import group_units, parameter_slots
-from torchtitan_dmuon.titan import checks, models
-from torchtitan_dmuon.titan.config import ConfigError, assign_parameters, uses_dmuon
+from torchtitan_dmuon.titan import checks
+from torchtitan_dmuon.titan.config import ConfigError, uses_dmuon
+from torchtitan_dmuon.titan.models import dmuon_specs
+from torchtitan_dmuon.titan.parallelize import cost_model
 from torchtitan_dmuon.topology import Topology, UnitLayout
 
 # What a configuration without a DMuon group is planned with.
@@ -93,7 +94,7 @@ def make_plan(
     checks.check_dmuon(config)
     model = checks.meta_model(config)
     dmuon = config.dmuon
-    specs = _specs(config, model)
+    specs = dmuon_specs(config, model)
     topology = Topology(
         world,
         config.parallelism.data_parallel_shard_degree,
@@ -114,7 +115,7 @@ def make_plan(
         MeshSpec(world, topology.shard_size, per_node),
         balance=dmuon.balance,
         ownership=dmuon.ownership,
-        cost=_cost(config, options),
+        cost=cost_model(config, device_type),
         unit_of=unit_of,
     )
     roots = root_owners(plan, topology)
@@ -179,20 +180,6 @@ def first_group(config: Any) -> dict[str, Any]:
     """The parameter group of the first DMuon group, defaults filled in."""
     kwargs = next(g.optimizer_kwargs for g in config.optimizer.param_groups if g.optimizer_name == "DMuon")
     return Muon([torch.zeros(1, 1)], **kwargs).param_groups[0]
-
-
-def _cost(config: Any, options: Options) -> CostModel:
-    if config.dmuon.cost_file:
-        return CostModel.from_file(config.dmuon.cost_file)
-    return CostModel(flops=functools.partial(flops, settings=options.settings, device_type=options.device_type))
-
-
-def _specs(config: Any, model: nn.Module) -> list[OwnedSpec]:
-    shapes = {canonical_name(n): tuple(p.shape) for n, p in model.named_parameters() if p.requires_grad}
-    groups = config.optimizer.param_groups
-    taken = assign_parameters(shapes, [(g.pattern, g.optimizer_name) for g in groups])
-    names = [n for g, mine in zip(groups, taken.groups) if g.optimizer_name == "DMuon" for n in mine]
-    return models.owned_specs(model, names)
 
 
 def _sharded_modules(model: nn.Module) -> dict[str, nn.Module]:
