@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from scripts.netlab.bytes import ByteAccount
+from scripts.netlab.bytes import ByteAccount, Rows, sent_between
 from scripts.netlab.lab import Lab, LabForbidden, RankFailed, run_on_loopback
 
 MESSAGE_BYTES = 144  # gloo's header and answer
@@ -58,6 +58,20 @@ def check_exchange(results: list) -> None:
 
 def test_bytes_are_exact_on_loopback() -> None:
     check_exchange(run_on_loopback(exchange_bytes, 4, ranks_per_node=2))
+
+
+def test_bytes_of_connections_that_share_a_port() -> None:
+    """Ranks 1 and 3 connect from one ephemeral port to listeners of ranks 0 and 2: the kernel allows it."""
+    host = "127.0.0.1"
+    shared, first, second = (host, 40_000), (host, 5_000), (host, 5_001)
+    rows: list[Rows] = [
+        {(first, shared): (10, 70)},
+        {(shared, first): (70, 10)},
+        {(second, shared): (20, 500)},
+        {(shared, second): (500, 20)},
+    ]
+    sent = sent_between([{}, {(shared, first): (30, 0)}, {}, {}], rows)
+    assert sent == [[0, 10, 0, 0], [40, 0, 0, 0], [0, 0, 0, 20], [0, 0, 500, 0]]
 
 
 def test_bytes_are_exact_between_namespaces() -> None:

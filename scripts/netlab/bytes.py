@@ -57,6 +57,22 @@ def _end(address: tuple[Any, ...]) -> End:
     return address[0].removeprefix("::ffff:"), address[1]
 
 
+def sent_between(before: list[Rows], after: list[Rows]) -> list[list[int]]:
+    """[world][world] payload bytes from rank to rank, of the sockets that ``after`` shows at both ends.
+
+    A connection is known by both its ends: the kernel gives one local port to several connections that differ in the
+    far end, so an end alone does not tell the rank.
+    """
+    rank_of = {(own, far): rank for rank, rows in enumerate(after) for own, far in rows}
+    sent = [[0] * len(after) for _ in after]
+    for rank, rows in enumerate(after):
+        for (own, far), (total, _received) in rows.items():
+            peer = rank_of.get((far, own))
+            if peer is not None:
+                sent[rank][peer] += total - before[rank].get((own, far), (0, 0))[0]
+    return sent
+
+
 class ByteAccount:
     """Bytes that ranks sent each other inside a ``with`` block. A collective of the default group, on entry and exit.
 
@@ -85,13 +101,7 @@ class ByteAccount:
     def __exit__(self, kind: object, *_exception: object) -> None:
         if kind is not None:
             return
-        after = self._settled()
-        rank_of = {own: rank for rank, rows in enumerate(after) for own, _ in rows}
-        self.sent = [[0] * self.world for _ in range(self.world)]
-        for rank, rows in enumerate(after):
-            for (own, far), (sent, _received) in rows.items():
-                if far in rank_of:
-                    self.sent[rank][rank_of[far]] += sent - self._before[rank].get((own, far), (0, 0))[0]
+        self.sent = sent_between(self._before, self._settled())
 
     def _settled(self) -> list[Rows]:
         """Counters of all ranks at a moment when nothing is under way between them."""
