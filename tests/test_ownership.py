@@ -52,6 +52,13 @@ def layer_units(pieces: list[Piece]) -> dict[str, int]:
 LLAMA3_8B = transformer(32, 4096, 32, 8, 14336)
 LLAMA3_70B = transformer(80, 8192, 64, 8, 28672)
 QWEN3_32B = transformer(64, 5120, 64, 8, 25600, head_dim=128)
+LLAMA3_405B = transformer(126, 16384, 128, 8, 53248)
+QWEN3_30B_A3B = [p for p in transformer(48, 2048, 32, 4, 768, head_dim=128) if "attention" in p.name] + [
+    p
+    for i in range(48)
+    for w, rows, columns in (("w1", 768, 2048), ("w2", 2048, 768), ("w3", 768, 2048))
+    for p in OwnedSpec(f"layers.{i}.experts.{w}", (128, rows, columns)).pieces()
+]
 MODELS = {"llama3_8b": LLAMA3_8B, "llama3_70b": LLAMA3_70B, "qwen3_32b": QWEN3_32B}
 
 
@@ -176,6 +183,82 @@ def test_real_models_are_balanced_to_the_bound(model, n):
         assert (model, n) == ("llama3_70b", 256)
         assert needs_more_bins(list(plan.costs), n, int(plan.largest_cost / 1.01))
     assert plan.idle_owners == max(0, n - len(pieces))
+
+
+def least_heaviest(weights: list[int], sizes: list[int], n: int, cap: int) -> int:
+    """The optimum of `pack`, by OR-tools: how many items of each kind every bin holds."""
+    cp_model = pytest.importorskip("ortools.sat.python.cp_model", reason="the exact solver needs ortools (extra dev)")
+    kinds = Counter(zip(weights, sizes, strict=True))
+    model = cp_model.CpModel()
+    heaviest = model.new_int_var(0, sum(weights), "")
+    held = [{kind: model.new_int_var(0, count, "") for kind, count in kinds.items()} for _ in range(n)]
+    loads = [sum(w * count for (w, _), count in bin_.items()) for bin_ in held]
+    for kind, count in kinds.items():
+        model.add(sum(bin_[kind] for bin_ in held) == count)
+    for bin_, load in zip(held, loads, strict=True):
+        model.add(load <= heaviest)
+        model.add(sum(size * count for (_, size), count in bin_.items()) <= cap)
+    for a, b in zip(loads, loads[1:], strict=False):  # bins are interchangeable
+        model.add(a >= b)
+    model.minimize(heaviest)
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers, solver.parameters.max_deterministic_time = 1, 20
+    assert solver.solve(model) == cp_model.OPTIMAL
+    return int(solver.objective_value)
+
+
+def test_the_largest_owner_is_within_one_percent_of_the_exact_optimum():
+    # Few kinds, as in transformers; with every second case under a cap on sizes that binds.
+    rng = random.Random(0)
+    for case in range(30):
+        n = rng.randint(2, 6)
+        kinds = [(rng.randint(10, 1000), rng.randint(1, 40)) for _ in range(rng.randint(2, 5))]
+        weights, sizes = zip(*(rng.choice(kinds) for _ in range(rng.randint(n, 4 * n))), strict=True)
+        free = pack(weights, sizes, n)
+        cap = sum(sizes)
+        if case % 2:
+            cap = max(sum(sizes[i] for i in b) for b in free) - 1
+        bins = pack(weights, sizes, n, cap)
+        if bins is not None:
+            heaviest = max(sum(weights[i] for i in b) for b in bins)
+            assert heaviest <= 1.01 * least_heaviest(weights, sizes, n, cap), (case, weights, sizes, n, cap)
+
+
+def fits(weights: list[int], n: int, capacity: int) -> bool:
+    """Whether n bins of this capacity hold all, by OR-tools: how many bins have each content that has no room left."""
+    cp_model = pytest.importorskip("ortools.sat.python.cp_model", reason="the exact solver needs ortools (extra dev)")
+    counts = sorted(Counter(weights).items(), reverse=True)
+    contents: list[tuple[int, ...]] = [()]
+    for weight, count in counts:
+        room = [(c, capacity - sum(k * w for k, (w, _) in zip(c, counts, strict=False))) for c in contents]
+        contents = [(*c, k) for c, left in room for k in range(min(count, left // weight) + 1)]
+    full = [
+        c
+        for c in contents
+        if all(
+            k == count or sum(j * w for j, (w, _) in zip(c, counts, strict=True)) + weight > capacity
+            for k, (weight, count) in zip(c, counts, strict=True)
+        )
+    ]
+    model = cp_model.CpModel()
+    bins = [model.new_int_var(0, n, "") for _ in full]
+    model.add(sum(bins) <= n)
+    for i, (_, count) in enumerate(counts):
+        model.add(sum(b * c[i] for b, c in zip(bins, full, strict=True)) >= count)
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers, solver.parameters.max_deterministic_time = 1, 20
+    status = solver.solve(model)
+    assert status in (cp_model.OPTIMAL, cp_model.INFEASIBLE)
+    return status == cp_model.OPTIMAL
+
+
+@pytest.mark.parametrize(("model", "n"), [("llama3_70b", 64), ("llama3_70b", 256), ("llama3_405b", 64), ("moe", 1024)])
+def test_where_the_bound_is_missed_the_solver_finds_nothing_better_either(model, n):
+    pieces = {**MODELS, "llama3_405b": LLAMA3_405B, "moe": QWEN3_30B_A3B}[model]
+    plan = assign(pieces, MeshSpec(n, 8, 8), unit_of=layer_units(pieces))
+    assert plan.largest_cost > 1.01 * plan.lower_bound
+    assert fits(list(plan.costs), n, plan.largest_cost)
+    assert not fits(list(plan.costs), n, int(plan.largest_cost / 1.01))
 
 
 def test_proof_of_optimality_accepts_feasible_capacities():
