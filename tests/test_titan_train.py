@@ -79,6 +79,16 @@ def test_every_setting_gives_the_same_losses(folder, gather, flags):
     assert max(abs(a - b) for a, b in zip(mine, gather)) < 1e-3
 
 
+def test_node_holders_keep_gathers_inside_nodes_at_the_same_losses(folder, gather):
+    flags = ("--training.steps", "2", "--dmuon.holders", "node", "--metrics.enable_tensorboard")
+    count = lambda made: sum(p.numel for p in made.owned.plan.pieces)  # noqa: E731
+    results = train(folder, "DMuon", 4, *flags, mesh=(1, 4), ranks_per_node=2, after=count)
+    assert max(abs(a - b) for a, b in zip(losses(results), gather)) < 1e-3
+    # Both in fp32: every gradient crosses once, every new weight once, shared by four ranks.
+    expected = (4 + 4) * results[0]["after"] / 4
+    assert results[0]["metrics"][-1]["dmuon/bytes/inter_node"] == pytest.approx(expected, rel=0.01)
+
+
 def test_every_mesh_starts_from_the_same_weights_and_trains(folder, dmuon):
     """Batches differ with the world, initial weights do not."""
 

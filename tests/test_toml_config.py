@@ -396,6 +396,13 @@ def test_what_is_not_built_is_refused_by_name():
     assert all(getattr(DMuonConfig(), name) not in values for name, values in NOT_BUILT.items())
 
 
+def test_node_holders_need_global_ownership():
+    assert DMuonConfig(holders="node").holders == "node"
+    with pytest.raises(ConfigError, match='holders = "node" needs ownership = "global"') as caught:
+        DMuonConfig(holders="node", ownership="replica")
+    assert caught.value.path == "holders"
+
+
 def test_a_bad_file_ends_the_entry_point_with_code_2_before_torchtitan_is_imported(write):
     file = write('[dmuon]\nrouting = "ring"\n')
     environment = {**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).parents[1])}

@@ -17,7 +17,6 @@ from torchtitan_dmuon.matrices import canonical_name
 
 # Legal choices of DMuonConfig that the runtime does not have yet. Take an entry out when its choice is built.
 NOT_BUILT: dict[str, tuple[Any, ...]] = {
-    "holders": ("node",),
     "clip": ("adamw_only", "per_matrix"),
     "riders": (True,),
 }
@@ -91,6 +90,8 @@ class DMuonConfig:
         for name in ("prefetch", "ranks_per_node"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must be at least 0", name)
+        if self.ownership == "replica" and self.holders == "node":
+            raise ConfigError('holders = "node" needs ownership = "global"; choose "shard_group"', "holders")
 
 
 def _shown(value: Any) -> str:
