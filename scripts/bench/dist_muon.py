@@ -1,9 +1,10 @@
 """TorchTitan's own DistMuon on CPU, for comparison in the bench only.
 
-Decides: how it is configured (whole matrices owned inside the shard group, one bucket a layer) and the two lines of
-torchtitan 0.3.0 that admit CUDA only, replaced while an optimizer is built or steps: its check of the parameters'
-device (`flex_shard/dist_muon.py`), and a stream made with a device, which `torch.cpu.Stream` does not take
-(`flex_shard/_optimizer_reshard_runtime.py`).
+Decides: how it is configured (whole matrices owned inside the shard group, one bucket a layer) and what of torchtitan
+0.3.0 is replaced while an optimizer is built or steps. Two lines admit CUDA only: its check of the parameters' device
+(`flex_shard/dist_muon.py`), and a stream made with a device, which `torch.cpu.Stream` does not take
+(`flex_shard/_optimizer_reshard_runtime.py`). Its Newton-Schulz is bfloat16 always, tens of times slower than float32 on
+a CPU without bfloat16 instructions: it runs ours, the same polynomial, so that all variants pay alike.
 """
 
 from __future__ import annotations
@@ -15,9 +16,20 @@ from typing import Any
 import torch
 from torch import nn
 
+import torchtitan_dmuon.muon
+from torchtitan_dmuon.newton_schulz import NewtonSchulz
+
+
+def _newton_schulz(
+    update: torch.Tensor, *, ns_coefficients: tuple[float, float, float], ns_steps: int, eps: float
+) -> torch.Tensor:
+    # Through the module: the bench times the name there.
+    return torchtitan_dmuon.muon.orthogonalize(update, NewtonSchulz(ns_steps, ns_coefficients, eps=eps))
+
 
 @contextlib.contextmanager
 def _cpu_admitted() -> Iterator[None]:
+    from torchtitan.distributed.flex_shard import dist_muon
     from torchtitan.distributed.flex_shard.dist_muon import DistMuon
 
     class Stream(torch.cpu.Stream):
@@ -25,11 +37,14 @@ def _cpu_admitted() -> Iterator[None]:
             super().__init__(priority)
 
     check, stream = DistMuon._validate_parameter_storage, torch.cpu.Stream
+    own = dist_muon._zeropower_via_newtonschulz
+    dist_muon._zeropower_via_newtonschulz = _newton_schulz
     DistMuon._validate_parameter_storage = lambda self: torch.device("cpu")
     torch.cpu.Stream = Stream  # type: ignore[misc, assignment]
     try:
         yield
     finally:
+        dist_muon._zeropower_via_newtonschulz = own
         DistMuon._validate_parameter_storage = check
         torch.cpu.Stream = stream  # type: ignore[misc]
 

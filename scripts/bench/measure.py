@@ -29,8 +29,6 @@ from .variants import ADAMW, MUON, PHASES, Variant, make_variant, newton_schulz_
 # |dW - dW_ref| / |dW_ref| of a first update per matrix, and the norm's relative difference. Gradients of two variants
 # differ by the order of sums alone (1e-6), which bfloat16 Newton-Schulz, where it is used, amplifies to 1e-2.
 FIRST_UPDATE, FIRST_NORM = 3e-2, 1e-4
-# DistMuon's Newton-Schulz is bfloat16 everywhere, also where the others' is float32 (CPUs without fast bfloat16).
-FIRST_UPDATE_OF = {"dist_muon": 1e-1}
 # Two-sided 95 % points of Student's t, by degrees of freedom; beyond the last the normal's.
 _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120)
 
@@ -173,11 +171,10 @@ def check_equal(norms: dict[str, float], differences: dict[str, float]) -> None:
                 f"allowed is a relative difference of {FIRST_NORM:g}. No ratio is printed"
             )
     for name, difference in differences.items():
-        allowed = FIRST_UPDATE_OF.get(name, FIRST_UPDATE)
-        if not difference <= allowed:
+        if not difference <= FIRST_UPDATE:
             raise UnequalUpdates(
                 f"{name}: the first update differs by {difference:.3g} of itself from that of "
-                f"{next(iter(differences))}; allowed is {allowed:g}. No ratio is printed"
+                f"{next(iter(differences))}; allowed is {FIRST_UPDATE:g}. No ratio is printed"
             )
 
 
@@ -227,8 +224,7 @@ def summarize(
             "ratio_high": None,
             "best_adamw": best,
             "ratio_to_gather_muon": None,
-            # DistMuon runs a Newton-Schulz of its own, which is not timed.
-            "ns_share": None if name == "dist_muon" else ns / statistics.fmean(steps[name]),
+            "ns_share": ns / statistics.fmean(steps[name]),
             "exposed_seconds": {
                 phase: _or_none(statistics.fmean(v for rank in by_rank for v in rank[name].exposed[phase]))
                 for phase in PHASES

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from torchtitan_dmuon.muon import (
     DEFAULT_BATCH_BYTES,
@@ -83,7 +83,7 @@ class GatherMuon(Muon):
             settings = settings_of(group)
             lr = float(group["lr"])
             for params in self._batches(group):
-                inputs_MN = [self._gathered_input(param, group) for param in params]
+                inputs_MN = _gathered([self._local_input(param, group) for param in params], params[0])
                 layouts = [layout_of(param) for param in params]
                 updates_MN = orthogonalized_updates(
                     inputs_MN, layouts, settings, group["adjust_lr_fn"], self.batch_bytes
@@ -98,32 +98,40 @@ class GatherMuon(Muon):
         return loss
 
     def _batches(self, group: dict[str, Any]) -> Iterator[list[torch.Tensor]]:
-        """Parameters with a gradient, equal shapes together; alike on every rank; ``batch_bytes`` gathered at most."""
-        by_shape: dict[torch.Size, list[torch.Tensor]] = {}
+        """Parameters with a gradient, sharded alike; the same on every rank; ``batch_bytes`` gathered at most."""
+        alike: dict[tuple[object, ...], list[torch.Tensor]] = {}
         for param in group["params"]:
             if param.grad is not None:
-                by_shape.setdefault(param.shape, []).append(param)
-        for shape, params in by_shape.items():
+                sharding = (param.device_mesh, param.placements) if isinstance(param, DTensor) else ()
+                alike.setdefault((param.shape, *sharding), []).append(param)
+        for params in alike.values():
+            shape = params[0].shape
             # The input in its dtype, and the update in float32.
             each = shape.numel() * (compute_dtype(settings_of(group), params[0].device).itemsize + 4)
             size = max(1, self.batch_bytes // each)
             for start in range(0, len(params), size):
                 yield params[start : start + size]
 
-    def _gathered_input(self, param: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-        """The whole input [M, N] of the parameter's update, in the Newton-Schulz dtype."""
+    def _local_input(self, param: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        """This rank's part of the update's input, in the Newton-Schulz dtype."""
         assert param.grad is not None
         buffer = _local(self._momentum(param, group))
         mixed = momentum_update(
             buffer, _local(param.grad), group["momentum"], group["nesterov"], group["momentum_form"]
         )
-        mixed = mixed.to(compute_dtype(settings_of(group), mixed.device))
-        if not isinstance(param, DTensor):
-            return mixed
-        shard = DTensor.from_local(
-            mixed, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
-        )
-        return shard.full_tensor()
+        return mixed.to(compute_dtype(settings_of(group), mixed.device))
+
+
+def _gathered(parts: list[torch.Tensor], like: torch.Tensor) -> list[torch.Tensor]:
+    """Whole tensors [M, N] of which ``parts`` are this rank's, each sharded as ``like``; in one gather for all."""
+    if not isinstance(like, DTensor):
+        return parts
+    parts_BMN = torch.stack(parts)
+    placements = [Shard(p.dim + 1) if isinstance(p, Shard) else p for p in like.placements]
+    shape = torch.Size((len(parts), *like.shape))
+    stride = (like.numel(), *like.stride())
+    stacked = DTensor.from_local(parts_BMN, like.device_mesh, placements, run_check=False, shape=shape, stride=stride)
+    return list(stacked.full_tensor().unbind())
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
