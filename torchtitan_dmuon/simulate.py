@@ -90,6 +90,7 @@ def read_cluster(name: str) -> Cluster:
         far_rate=number("between", "bits_per_second") / 8 * number("between", "efficiency"),
         far_latency=number("between", "latency_seconds"),
         far_shared=bool(between.get("shared", False)),
+        blocking_all_reduce=bool(between.get("blocking_all_reduce", False)),
     )
 
 
@@ -108,17 +109,22 @@ def work_of(planned: Planned) -> Work:
     return Work(planned.groups, forward, recompute_share(planned.config), planned.options)
 
 
+def lay_out(groups: Sequence[Group], topology: Topology, plan: OwnershipPlan) -> list[Group]:
+    """``groups`` with the buffers that their pieces have on this topology."""
+    roots = root_owners(plan, topology)
+    return [
+        replace(g, layout=UnitLayout.build(topology, [(p.key, p.numel, roots[p.key]) for p in g.pieces]))
+        if g.pieces
+        else g
+        for g in groups
+    ]
+
+
 def placed(planned: Planned, name: str) -> Placed:
     """The plan on the topology of one variant of DMuon."""
     changes, options = DMUON[name]
     topology = replace(planned.topology, **changes)  # type: ignore[arg-type]
-    roots = root_owners(planned.plan, topology)
-    groups = [
-        g
-        if g.layout is None
-        else replace(g, layout=UnitLayout.build(topology, [(p.key, p.numel, roots[p.key]) for p in g.pieces]))
-        for g in planned.groups
-    ]
+    groups = lay_out(planned.groups, topology, planned.plan)
     sync = options.get("sync", planned.config.dmuon.publish == "sync")
     return Placed(planned.plan, topology, groups, sync, options.get("ring", False), options.get("overlap", False))
 

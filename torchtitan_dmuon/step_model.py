@@ -44,6 +44,7 @@ class Cluster:
     far_rate: float
     far_latency: float
     far_shared: bool = False
+    blocking_all_reduce: bool = False  # FSDP2's own all-reduce stops the computation, as on gloo
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,8 @@ class StepModel:
         loads = fsdp_traffic(elements, self.topology, replace(self._micro, compute_bytes=c, reduce_bytes=w))[phase]
         if not loads.near and not loads.far:
             return None
-        return self.exchange(name, f"fsdp {phase}", loads, 1, after)
+        blocks = phase == "all_reduce" and self.cluster.blocking_all_reduce
+        return self.exchange(name, "compute" if blocks else f"fsdp {phase}", loads, 1, after)
 
     # ---- a step ----
 
@@ -242,47 +244,63 @@ class StepModel:
     ) -> list[Task | None]:
         """An operation along each rail: every rank of it takes part, in order, until the busiest of them is through."""
         made: list[Task | None] = []
-        topology = own.topology
-        for rail in range(self.rails):
-            at = self._by_rail[rail]
+        nodes, is_reduce = own.topology.nodes, lane == "level 2"
+        for rail, at in enumerate(self._by_rail):
             sent, received = int(loads.sent_far_W[at].max()), int(loads.received_far_W[at].max())
             near = self.near_seconds(int(torch.maximum(loads.sent_near_W[at], loads.received_near_W[at]).max()), size)
             if not sent and not received and not near:
                 continue
-            lone = lane == "level 2"
-            summed = 0.0
-            if own.ring and topology.nodes > 1:
-                # Each rank of the rail passes everything on once; the pipeline's depth costs latency alone.
-                sent = received = sent if lone else received
-                latency = self.cluster.far_latency * topology.nodes
-                if lone:
-                    summed = received * 3 * size / self.cluster.memory_rate
-            else:
-                latency = self.cluster.far_latency
-                if lone:  # node sums copied to fp32 and added one by one
-                    summed = received * (2 * MASTER_BYTES + 3 * MASTER_BYTES) / self.cluster.memory_rate
-            longest = self.far_seconds(max(sent, received), size)
-            ports: dict[object, float] = {}
-            if longest and self.cluster.far_shared:
-                # One rail alone has the whole port of a node; those of other nodes are other ports.
-                longest /= self.rails
-                for way, each_W in (("in", loads.received_far_W), ("out", loads.sent_far_W)):
-                    mine_W = torch.zeros_like(each_W)
-                    mine_W[at] = each_W[at].clamp(max=max(sent, received))
-                    by_node = self._by_node(mine_W).tolist()
-                    ports |= {(way, node): n / max(sent, received) for node, n in enumerate(by_node) if n}
-            elif longest:
-                ports = {("in", rail): received / max(sent, received), ("out", rail): sent / max(sent, received)}
             waits = [*after, *(relay[rail] if relay else ())]
-            key: tuple[object, ...] = (lane, rail)
-            if own.overlap:  # a lane for each unit, and the busiest rank's own port
-                key = (name, rail)
-                busiest = int(at[int(torch.maximum(loads.sent_far_W[at], loads.received_far_W[at]).argmax())])
-                ports = {(*port, busiest): share for port, share in ports.items()}  # type: ignore[misc]
-            task: Task | None = self.schedule.add(name, key, longest, waits, ports, latency)
-            tail = summed + near
+            key: tuple[object, ...] = (name, rail) if own.overlap else (lane, rail)  # overlap: a lane for each unit
+            latency, summed = self.cluster.far_latency, received * 3 * MASTER_BYTES
+            if own.ring and nodes > 1:
+                # Each rank of the rail passes everything on once; the pipeline's depth costs latency alone.
+                sent = received = sent if is_reduce else received
+                latency, summed = latency * nodes, received * 3 * size
+            task: Task | None
+            if self.cluster.far_shared and (sent or received):
+                roots_W = (loads.received_far_W if is_reduce else loads.sent_far_W)[at]
+                by_root = [(int(n), x) for n, x in enumerate(roots_W.tolist()) if x]
+                if own.ring:
+                    by_root = [(-1, sent)]
+                task = self._through_ports(own, name, key, by_root, is_reduce, size, waits, latency)
+            else:
+                longest = max(sent, received)
+                ports: dict[object, float] = {}
+                if longest:
+                    ports = {("in", rail): received / longest, ("out", rail): sent / longest}
+                if own.overlap:  # the busiest rank's own port
+                    busiest = int(at[int(torch.maximum(loads.sent_far_W[at], loads.received_far_W[at]).argmax())])
+                    ports = {(*port, busiest): share for port, share in ports.items()}  # type: ignore[misc]
+                task = self.schedule.add(name, key, self.far_seconds(longest, size), waits, ports, latency)
+            tail = near + (summed / self.cluster.memory_rate if is_reduce else 0.0)
             made.append(self.schedule.add(f"{name}, inside", key, tail, [task]) if tail else task)
         return made
+
+    def _through_ports(
+        self,
+        own: Placed,
+        name: str,
+        key: tuple[object, ...],
+        by_root: Sequence[tuple[int, int]],
+        is_reduce: bool,
+        size: int,
+        waits: Sequence[Task | None],
+        latency: float,
+    ) -> Task:
+        """The same where the ranks of a node share one port, which a rail alone may fill. ``by_root``: (node, elements)
+        of each owner's messages, which follow those of the operation before, whatever other owners wait for; node -1
+        stands for a ring through all nodes."""
+        nodes = own.topology.nodes
+        flows = []
+        for root, elements in by_root:
+            ports: dict[object, float] = {(way, n): 1.0 for n in range(nodes) for way in ("in", "out")}
+            if root >= 0:
+                mine, theirs = ("in", "out") if is_reduce else ("out", "in")
+                ports = {(theirs, n): 1 / (nodes - 1) for n in range(nodes) if n != root} | {(mine, root): 1.0}
+            seconds = self.far_seconds(elements, size) / self.rails
+            flows.append(self.schedule.add(name, (*key, root), seconds, waits, ports, latency))
+        return self.schedule.add(f"{name}, all", key, 0.0, flows)
 
     def _exposed(self, tasks: Sequence[Task], begin: float) -> dict[str, float]:
         """Seconds that the computation of these tasks stood still, by what it waited for last."""
