@@ -297,7 +297,7 @@ class StepModel:
             ports: dict[object, float] = {(way, n): 1.0 for n in range(nodes) for way in ("in", "out")}
             if root >= 0:
                 mine, theirs = ("in", "out") if is_reduce else ("out", "in")
-                ports = {(theirs, n): 1 / (nodes - 1) for n in range(nodes) if n != root} | {(mine, root): 1.0}
+                ports = {(mine, root): 1.0, **{(theirs, n): 1 / (nodes - 1) for n in range(nodes) if n != root}}
             seconds = self.far_seconds(elements, size) / self.rails
             flows.append(self.schedule.add(name, (*key, root), seconds, waits, ports, latency))
         return self.schedule.add(f"{name}, all", key, 0.0, flows)
