@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,6 +38,17 @@ REPLICATED, REPLICATED_SLACK = 1.7, 0.1
 PAYLOAD = 0.956
 
 
+def link_rate(bench: Bench, yardstick: str, ratio: float, ranks_per_node: int) -> float:
+    """Bits per second of the link at which the yardstick's wire time over its compute time is ``ratio``; links must be
+    unlimited now. 0 where nothing crosses: one node."""
+    figures = bench.bytes_per_step(ranks_per_node)
+    return _rate(figures[yardstick], bench.forward_backward_seconds(yardstick), ratio)
+
+
+def _rate(figures: Mapping[str, int], compute: float, ratio: float) -> float:
+    return figures["busiest_link_bytes_per_step"] * 8 / (ratio * compute) / PAYLOAD
+
+
 def cluster(
     rank: int,
     world: int,
@@ -58,19 +69,17 @@ def cluster(
     yardstick = "adamw_async" if "adamw_async" in names else names[0]
     compute = bench.forward_backward_seconds(yardstick)
     crossing = figures[yardstick]["busiest_link_bytes_per_step"]
-    if not crossing:
-        raise ValueError("nothing crosses between nodes: regimes a, b and sweep need at least two nodes")
     bench.say(f"forward and backward {compute:.3f} s, {crossing / 1e6:.2f} MB over the busiest link")
     points = []
-    for ratio in ratios:
-        rate = crossing * 8 / (ratio * compute) / PAYLOAD
+    for ratio in ratios if crossing else (0.0,):  # one node: there is no link to shape
+        rate = _rate(figures[yardstick], compute, ratio) if crossing else None
         dist.barrier()
-        if rank == 0:
+        if rank == 0 and rate is not None:
             lab.shape(rate)
         dist.barrier()
         begin = time.perf_counter()
         series = bench.rounds(rounds, steps)
-        bench.say(f"wire over compute {ratio}: {rate / 1e6:.1f} Mbit/s, {time.perf_counter() - begin:.0f} s")
+        bench.say(f"wire over compute {ratio}: {time.perf_counter() - begin:.0f} s")
         points.append({"wire_over_compute": ratio, "link_bits_per_second": rate, "series": series})
     bench.close()
     return {

@@ -248,7 +248,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"throughput: {error}", file=sys.stderr)
         return 1
     for point in result.get("points") or [result]:
-        if "link_bits_per_second" in point:
+        if point.get("link_bits_per_second"):
             rate = point["link_bits_per_second"] / 1e6
             print(f"\nwire over compute {point['wire_over_compute']:g} ({rate:.1f} Mbit/s between nodes)")
         print(table(point))
