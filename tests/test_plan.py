@@ -202,6 +202,15 @@ def test_a_configuration_without_owners_is_planned_as_if(folder) -> None:
     assert make_plan(load("llama3_8b_dmuon"), 64).plan.digest == planned.plan.digest
 
 
+def test_an_owned_optimizer_is_planned_by_elements_and_its_own_state(folder) -> None:
+    planned = make_plan(toml_config.parse(["--config", str(folder / "Owned:torch.optim.AdamW.toml")]).config, 4, 2)
+    assert planned.options.momentum_bytes == 8 and "8 bytes an element" in planned.assumed[0]
+    assert len({cost / p.numel for p, cost in zip(planned.plan.pieces, planned.plan.costs)}) == 1
+    figures = plan_command.summary(planned, 1e12)
+    assert figures["ns_milliseconds"] == 0 < figures["update_milliseconds"]
+    plan_command.print_tables(planned, figures)
+
+
 def test_another_size_of_the_family() -> None:
     planned = make_plan(load("llama3_70b_dmuon"), 4096, flavor="405B")
     assert sum(g.owned + g.rest for g in planned.groups) == pytest.approx(405.85e9, rel=0.001)

@@ -79,6 +79,15 @@ def test_every_setting_gives_the_same_losses(folder, gather, flags):
     assert max(abs(a - b) for a, b in zip(mine, gather)) < 1e-3
 
 
+def test_owned_adamw_trains_as_adamw_does(folder):
+    flags = ("--training.steps", "3", "--metrics.enable_tensorboard")
+    owned = train(folder, "Owned:torch.optim.AdamW", 4, *flags)
+    mine, stock = losses(owned), losses(train(folder, "AdamW", 4, *flags))
+    assert max(abs(a - b) for a, b in zip(mine, stock)) < 1e-4 and mine[-1] < mine[0] - 0.1
+    figures = owned[0]["metrics"][-1]
+    assert figures["lr/OwnedAdamW"] == figures["lr/AdamW"] and figures["dmuon/update_seconds"] > 0
+
+
 def test_node_holders_keep_gathers_inside_nodes_at_the_same_losses(folder, gather):
     flags = ("--training.steps", "2", "--dmuon.holders", "node", "--metrics.enable_tensorboard")
     count = lambda made: sum(p.numel for p in made.owned.plan.pieces)  # noqa: E731

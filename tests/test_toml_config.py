@@ -256,6 +256,33 @@ REFUSED = {
         GROUPS.replace('"DMuon"', '"DMoun"'),
         "run.toml:7: in [optimizer.param_groups.0]: unknown optimizer 'DMoun'. Did you mean 'DMuon'",
     ),
+    "owned optimizer that cannot be imported": (
+        GROUPS.replace('"DMuon"', '"Owned:torch.optim.Moun"'),
+        "run.toml:7: in [optimizer.param_groups.0]: 'torch.optim.Moun' cannot be imported: ",
+    ),
+    "owned optimizer of a package that is missing": (
+        GROUPS.replace('"DMuon"', '"Owned:no_such_package.SOAP"'),
+        "run.toml:7: in [optimizer.param_groups.0]: 'no_such_package.SOAP' cannot be imported: No module named",
+    ),
+    "owned optimizer that is none": (
+        GROUPS.replace('"DMuon"', '"Owned:torch.nn.Linear"'),
+        "run.toml:7: in [optimizer.param_groups.0]: 'torch.nn.Linear' is no subclass of torch.optim.Optimizer",
+    ),
+    "argument that an owned optimizer lacks": (
+        GROUPS.replace('"DMuon"', '"Owned:torch.optim.Muon"').replace("momentum =", "momentun ="),
+        "run.toml:8: in [optimizer.param_groups.0.optimizer_kwargs]: torch.optim.Muon has no argument 'momentun'. Did "
+        "you mean 'momentum'",
+    ),
+    "two owned optimizers": (
+        "[[optimizer.param_groups]]\npattern = 'wo'\noptimizer_name = \"Owned:torch.optim.AdamW\"\n" + GROUPS,
+        "run.toml:10: in [optimizer.param_groups.1]: one optimizer updates all owned matrices: 'Owned:torch.optim.AdamW'",
+    ),
+    "groups that differ in what is one for all": (
+        "[[optimizer.param_groups]]\npattern = 'wo'\noptimizer_name = \"DMuon\"\n"
+        + "optimizer_kwargs.batch_bytes = 0\n"
+        + GROUPS,
+        "run.toml:12: in [optimizer.param_groups.1]: batch_bytes is one for all groups of Muon",
+    ),
     "unknown optimizer argument": (
         GROUPS.replace("momentum", "momentun"),
         "run.toml:8: in [optimizer.param_groups.0.optimizer_kwargs]: DMuon has no argument 'momentun'. Did you mean "

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import pathlib
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -70,7 +71,7 @@ optimizer_kwargs = {{ lr = 4e-3, weight_decay = 0.1, adjust_lr_fn = "match_rms_a
 
 
 def make_folder(folder: pathlib.Path) -> pathlib.Path:
-    """Text, tokenizer and one TOML file for each of AdamW, GatherMuon, DMuon in ``folder``."""
+    """Text, tokenizer and one TOML file for each of AdamW, GatherMuon, DMuon and an owned AdamW in ``folder``."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     (folder / "data").mkdir()
@@ -84,8 +85,10 @@ def make_folder(folder: pathlib.Path) -> pathlib.Path:
     tokenizer.save(str(folder / "tokenizer" / "tokenizer.json"))
     special = {"bos_token": "<s>", "eos_token": "</s>"}
     (folder / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(special))
-    for name in ("AdamW", "GatherMuon", "DMuon"):
+    for name in ("AdamW", "GatherMuon", "DMuon", "Owned:torch.optim.AdamW"):
         group = "" if name == "AdamW" else MATRIX_GROUP.format(name=name)
+        if name.startswith("Owned:"):
+            group = re.sub(r"lr = 4e-3.*", "lr = 1e-3, betas = [0.9, 0.95], weight_decay = 0.1 }", group)
         (folder / f"{name}.toml").write_text(TOML.format(folder=folder, name=name, matrix_group=group))
     return folder
 

@@ -59,7 +59,7 @@ class Options:
     prefetch: int = 1
     micro_batches: int = 1
     defer_reduce: bool = True
-    settings: NewtonSchulz = NewtonSchulz()
+    settings: NewtonSchulz | None = NewtonSchulz()  # None: another rule, which is taken to need two fp32 temporaries
     device_type: str = "cuda"
     batch_bytes: int = DEFAULT_BATCH_BYTES
 
@@ -217,7 +217,9 @@ def _workspace(topology: Topology, groups: Sequence[Group], options: Options) ->
             for m, n in piece.matrices():
                 count[root, m, n] += 1
         for (root, m, n), number in count.items():
-            each = 2 * MASTER_BYTES * m * n + workspace_bytes(m, n, options.settings, options.device_type)
+            each = 2 * MASTER_BYTES * m * n
+            if options.settings is not None:
+                each += workspace_bytes(m, n, options.settings, options.device_type)
             batch = each * max(1, min(number, options.batch_bytes // each))
             most_W[root] = max(int(most_W[root]), batch)
     if topology.ownership == "replica":

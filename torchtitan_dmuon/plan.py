@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchtitan_dmuon.footprint import PHASES, Footprint
-from torchtitan_dmuon.muon import Muon
 from torchtitan_dmuon.packing import packing_bound
 
 if TYPE_CHECKING:
@@ -153,16 +152,15 @@ def warnings(planned: Planned, flops_per_second: float) -> list[str]:
 
 
 def calibrate(planned: Planned, path: Path, device: torch.device) -> dict[str, float]:
-    """Time one whole update (momentum, Newton-Schulz, decay) of each shape of the plan, and write {"MxN": seconds}."""
-    from torchtitan_dmuon.titan.planning import first_group
+    """Time one whole update of each shape of the plan, and write {"MxN": seconds}."""
+    from torchtitan_dmuon.titan.planning import owned_optimizer
 
     shapes = sorted({s for piece in planned.plan.pieces for s in piece.matrices()})
-    options = {k: v for k, v in first_group(planned.config).items() if k not in ("params", "param_names")}
     table = {}
     for m, n in shapes:
         param = torch.nn.Parameter(torch.randn(m, n, device=device) * 0.02)
         param.grad = torch.randn(m, n, device=device)
-        optimizer = Muon([{"params": [param], **options}])
+        optimizer = owned_optimizer(planned.config, [param])
         optimizer.step()  # makes state, warms up
         seconds: list[float] = []
         while sum(seconds) < CALIBRATION_SECONDS and len(seconds) < 20:

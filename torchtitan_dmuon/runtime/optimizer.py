@@ -81,13 +81,19 @@ class OwnedOptimizer(torch.optim.Optimizer):
         grads = {p: p.grad for params in self._by_unit for p in params}
         for p in grads:
             p.grad = None
+        # An optimizer that counts steps in its groups is called once for each unit, yet counts one step.
+        groups = self.inner.param_groups
+        options = [dict(group) for group in groups]
         begin = time.perf_counter()
         for index in engine.update_order():
             unit = engine.units[index]
             params = self._by_unit[index]
             for p in params:
                 p.grad = grads.pop(p)
-            if any(p.grad is not None for p in params):
+            if params:
+                for group, option in zip(groups, options):
+                    group.clear()
+                    group.update(option)
                 self.inner.step()
                 if (stats := getattr(self.inner, "stats", None)) is not None:
                     self.ns_calls += stats.ns_calls

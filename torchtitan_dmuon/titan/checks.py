@@ -8,8 +8,7 @@ an error is a ConfigError with the dotted key it is about.
 from __future__ import annotations
 
 import copy
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,11 +16,21 @@ import torch
 from torchtitan_dmuon.matrices import canonical_name
 from torchtitan_dmuon.ownership import CostModel
 from torchtitan_dmuon.titan.config import (
-    MATRIX_OPTIMIZERS,
     Assignment,
     ConfigError,
     assign_parameters,
+    optimizer_names,
+    owned_group,
     uses_dmuon,
+)
+from torchtitan_dmuon.titan.names import (
+    OWNED_PREFIX,
+    arguments,
+    is_owned,
+    optimizer_class,
+    optimizer_classes,
+    separated,
+    takes_matrices,
 )
 from torchtitan_dmuon.titan.tables import mentioned, nearest, noun
 
@@ -42,8 +51,7 @@ def check_run(config: Any, world_size: int | None) -> Assignment | None:
     if world_size is not None:
         check_mesh(config, world_size)
     check_dmuon(config)
-    for index, group in enumerate(config.optimizer.param_groups):
-        check_optimizer_kwargs(group.optimizer_name, group.optimizer_kwargs, f"optimizer.param_groups.{index}")
+    check_optimizers(config)
     if config.model_spec is None or not config.optimizer.param_groups:
         return None
     model = meta_model(config)
@@ -51,7 +59,7 @@ def check_run(config: Any, world_size: int | None) -> Assignment | None:
     groups = [(group.pattern, group.optimizer_name) for group in config.optimizer.param_groups]
     assignment = assign_parameters(shapes, groups)
     for index, (names, (_, optimizer_name)) in enumerate(zip(assignment.groups, groups, strict=True)):
-        if optimizer_name in MATRIX_OPTIMIZERS:
+        if takes_matrices(optimizer_name):
             _check_matrices(model, names, optimizer_name, f"optimizer.param_groups.{index}.pattern")
     return assignment
 
@@ -96,9 +104,17 @@ def check_mesh(config: Any, world_size: int) -> None:
 
 
 def check_dmuon(config: Any) -> None:
-    """What cannot be combined with the optimizer "DMuon"."""
+    """What cannot be combined with owned matrices."""
     if not uses_dmuon(config):
         return
+    first = owned_group(config).optimizer_name
+    for index, name in enumerate(optimizer_names(config)):
+        if is_owned(name) and name != first:
+            raise ConfigError(
+                f"one optimizer updates all owned matrices: {first!r} in an earlier group, {name!r} in this one; use "
+                "one of them in both",
+                f"optimizer.param_groups.{index}.optimizer_name",
+            )
     for name, what in _REFUSED_AXES.items():
         if getattr(config.parallelism, name) > 1:
             raise ConfigError(
@@ -128,39 +144,52 @@ def check_dmuon(config: Any) -> None:
         raise ConfigError("DMuon's parameters carry no SPMD types; set it to false", "debug.spmd_typechecking")
 
 
-def optimizer_classes() -> dict[str, Callable[..., Any]]:
-    """Optimizers whose arguments are checked, by their name in ``param_groups``."""
-    from torchtitan_dmuon.muon import Muon
-    from torchtitan_dmuon.titan.gather_muon import GatherMuon
-
-    return {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW, "DMuon": Muon, "GatherMuon": GatherMuon}
+def check_optimizers(config: Any) -> None:
+    """Each group's optimizer exists and takes its arguments; groups of one optimizer agree on what it keeps once."""
+    groups: dict[str, dict[int, dict[str, Any]]] = {}
+    for index, group in enumerate(config.optimizer.param_groups):
+        check_optimizer_kwargs(group.optimizer_name, group.optimizer_kwargs, f"optimizer.param_groups.{index}")
+        groups.setdefault(group.optimizer_name, {})[index] = group.optimizer_kwargs
+    for name in filter(takes_matrices, groups):
+        try:
+            separated(optimizer_class(name), list(groups[name].values()))
+        except ValueError as error:
+            path = f"optimizer.param_groups.{max(groups[name])}.optimizer_kwargs"
+            raise ConfigError(str(error), path) from None
 
 
 def check_optimizer_kwargs(name: str, kwargs: dict[str, Any], path: str) -> None:
     """Names and types against the optimizer's signature, values by constructing it over a small parameter."""
-    classes = optimizer_classes()
     if name == "DistMuon":  # its other arguments are objects that only a registry config can give
         return
-    if name not in classes:
-        raise ConfigError(
-            f"unknown optimizer {name!r}.{nearest(name, [*classes, 'DistMuon'])}", f"{path}.optimizer_name"
-        )
+    try:
+        cls = optimizer_class(name)
+    except KeyError:
+        known = nearest(name, [*optimizer_classes(), "DistMuon"])
+        message = f'unknown optimizer {name!r}.{known} Others that take whole matrices: "{OWNED_PREFIX}package.Class".'
+        raise ConfigError(message, f"{path}.optimizer_name") from None
+    except ValueError as error:
+        raise ConfigError(str(error), f"{path}.optimizer_name") from None
+    name = name.removeprefix(OWNED_PREFIX)
     path = f"{path}.optimizer_kwargs"
-    legal = {
-        k: p for k, p in inspect.signature(classes[name].__init__).parameters.items() if k not in ("self", "params")
-    }
+    legal, takes_others = arguments(cls)
     for key, value in kwargs.items():
         if key not in legal:
+            if takes_others:
+                continue  # told below, by whether the optimizer keeps it
             raise ConfigError(f"{name} has no argument {key!r}.{nearest(key, legal)}", f"{path}.{key}")
         expected = _misfit(legal[key].default, value)
         if expected:
             raise ConfigError(f"{key} = {value!r}: expected {expected}, found {noun(value)}", f"{path}.{key}")
     try:
-        classes[name]([torch.nn.Parameter(torch.zeros(2, 2))], **kwargs)
+        made = cls([torch.nn.Parameter(torch.zeros(2, 2))], **kwargs)
     except (ValueError, TypeError, RuntimeError) as error:
         parts = {key.removeprefix("ns_"): key for key in kwargs}  # as the Newton-Schulz settings call them
         culprit = mentioned(str(error), kwargs) or parts.get(mentioned(str(error), parts), "")
         raise ConfigError(f"{name}: {error}", f"{path}.{culprit}".rstrip(".")) from None
+    ignored = next((key for key in kwargs if key not in legal and key not in made.defaults), None)
+    if ignored is not None:
+        raise ConfigError(f"{name} has no argument {ignored!r}.{nearest(ignored, legal)}", f"{path}.{ignored}")
 
 
 def _misfit(default: Any, value: Any) -> str:

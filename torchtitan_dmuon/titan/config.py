@@ -14,14 +14,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from torchtitan_dmuon.matrices import canonical_name
+from torchtitan_dmuon.titan.names import is_owned, takes_matrices
 
 # Legal choices of DMuonConfig that the runtime does not have yet. Take an entry out when its choice is built.
 NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "clip": ("adamw_only", "per_matrix"),
     "riders": (True,),
 }
-# Optimizers that update whole matrices: 1-D parameters under their pattern fall through to the next group.
-MATRIX_OPTIMIZERS = ("DMuon", "GatherMuon")
 
 
 class ConfigError(ValueError):
@@ -136,7 +135,7 @@ def assign_parameters(shapes: Mapping[str, Sequence[int]], groups: Sequence[tupl
                 f"{len(matched)} it matches; the first match wins",
                 path,
             )
-        mine = [n for n in free if optimizer_name not in MATRIX_OPTIMIZERS or len(names[n]) >= 2]
+        mine = [n for n in free if not takes_matrices(optimizer_name) or len(names[n]) >= 2]
         if not mine:
             raise ConfigError(
                 f"pattern '{pattern}' matches only parameters with fewer than 2 dimensions ({free[0]}, ...), which "
@@ -166,7 +165,13 @@ def optimizer_names(config: Any) -> list[str]:
 
 
 def uses_dmuon(config: Any) -> bool:
-    return "DMuon" in optimizer_names(config)
+    """Whether some group gives matrices to owners: "DMuon", or another optimizer as "Owned:..."."""
+    return any(map(is_owned, optimizer_names(config)))
+
+
+def owned_group(config: Any) -> Any:
+    """The first group whose matrices have owners."""
+    return next(group for group in config.optimizer.param_groups if is_owned(group.optimizer_name))
 
 
 def retype(config: Any, target: type) -> Any:

@@ -16,6 +16,7 @@ from torch import nn
 
 from torchtitan_dmuon.matrices import WHOLE, MatrixLayout, OwnedSpec, canonical_name
 from torchtitan_dmuon.titan.config import ConfigError, assign_parameters
+from torchtitan_dmuon.titan.names import is_owned
 
 
 def owned_specs(model: nn.Module, names: Iterable[str]) -> list[OwnedSpec]:
@@ -39,11 +40,11 @@ def owned_specs(model: nn.Module, names: Iterable[str]) -> list[OwnedSpec]:
 
 
 def dmuon_specs(config: Any, model: nn.Module) -> list[OwnedSpec]:
-    """The specs of what a Trainer.Config's groups give to the optimizer "DMuon": the rule of training and of plans."""
+    """The specs of what a Trainer.Config's groups give to owners: the rule of training and of plans."""
     shapes = {canonical_name(n): tuple(p.shape) for n, p in model.named_parameters() if p.requires_grad}
     groups = config.optimizer.param_groups
     taken = assign_parameters(shapes, [(g.pattern, g.optimizer_name) for g in groups])
-    return owned_specs(model, [n for g, mine in zip(groups, taken.groups) if g.optimizer_name == "DMuon" for n in mine])
+    return owned_specs(model, [n for g, mine in zip(groups, taken.groups) if is_owned(g.optimizer_name) for n in mine])
 
 
 def _layout(

@@ -1,4 +1,4 @@
-"""TorchTitan's optimizer container with "DMuon" and "GatherMuon" beside its own names.
+"""TorchTitan's optimizer container with "DMuon", "GatherMuon" and "Owned:..." beside its own names.
 
 Decides: which parameters go to which optimizer (canonical names; 1-D ones fall through), in which order optimizers
 step, and that no optimizer steps when a gradient is not finite. Does not decide update rules. Keeps invariant 10.
@@ -6,6 +6,7 @@ step, and that no optimizer steps when a gradient is not finite. Does not decide
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -31,13 +32,8 @@ from torchtitan_dmuon.runtime.owned import OwnedMatrices
 from torchtitan_dmuon.titan.config import assign_parameters
 from torchtitan_dmuon.titan.gather_muon import GatherMuon
 from torchtitan_dmuon.titan.models import owned_specs
+from torchtitan_dmuon.titan.names import is_owned, optimizer_class, separated, takes_matrices
 from torchtitan_dmuon.titan.parallelize import dmuon_config_of, owned_of
-
-_FROM_CONTAINER = ("fused", "foreach")  # what the container adds to every group and matrix optimizers do not know
-
-
-class DMuon(OwnedOptimizer):
-    """The owned optimizer under the name that `lr/DMuon` is logged by."""
 
 
 class DMuonOptimizersContainer(OptimizersContainer):
@@ -74,7 +70,9 @@ class DMuonOptimizersContainer(OptimizersContainer):
         patterns: dict[str, list[str]] = defaultdict(list)
         for config, names in zip(param_group_configs, assignment.groups, strict=True):
             group = {"params": [params[n] for n in names], "param_names": list(names)}
-            groups[config.optimizer_name].append({**group, **impl_kwargs, **config.optimizer_kwargs})
+            # How torch runs its own optimizers ("fused", "foreach") is nothing that others know.
+            impl = {} if takes_matrices(config.optimizer_name) else impl_kwargs
+            groups[config.optimizer_name].append({**group, **impl, **config.optimizer_kwargs})
             patterns[config.optimizer_name].append(config.pattern)
         if assignment.fell_through:
             names = [n for n, _ in assignment.fell_through]
@@ -84,29 +82,31 @@ class DMuonOptimizersContainer(OptimizersContainer):
         return groups, patterns
 
     def _resolve_optimizer_factory(self, name: str) -> Callable[..., Any]:  # type: ignore[override]
-        if name == "DMuon":
-            return self._build_owned
+        if is_owned(name):
+            return functools.partial(self._build_owned, name)
         if name == "GatherMuon":
             return self._build_gathering
         return OptimizersContainer._resolve_optimizer_factory(name)
 
-    def _build_owned(self, groups: list[dict[str, Any]], **kwargs: Any) -> Any:
-        names = [set(g["param_names"]) for g in groups]
-        options = [_options_of(g) for g in groups]
+    def _build_owned(self, name: str, groups: list[dict[str, Any]], **kwargs: Any) -> Any:
+        cls = optimizer_class(name)
         if self.owned is None:  # a seed checkpoint: one process, nothing parallelized, and no step
-            return self._build_gathering(groups, **kwargs)
+            return self._build_gathering(groups, **kwargs) if cls is Muon else _built(cls, groups, kwargs)
         table = dmuon_config_of(self._model)
-        if table is not None and table.deterministic:  # what else is in a batch can change bits
+        if cls is Muon and table is not None and table.deterministic:  # what else is in a batch can change bits
             kwargs["batch_bytes"] = 0
-        rules = [(lambda n, mine=mine: n in mine, option) for mine, option in zip(names, options, strict=True)]
-        return self.owned.build_optimizer(Muon, groups=rules, optimizer_cls=DMuon, **kwargs)
+        options, once = separated(cls, [_options_of(g) for g in groups])
+        rules = [(set(g["param_names"]).__contains__, option) for g, option in zip(groups, options, strict=True)]
+        # Learning rates are logged by the name of the class: "lr/DMuon", "lr/OwnedSOAP".
+        shown = type("DMuon" if cls is Muon else f"Owned{cls.__name__}", (OwnedOptimizer,), {})
+        return self.owned.build_optimizer(cls, groups=rules, optimizer_cls=shown, **{**once, **kwargs})
 
     def _build_gathering(self, groups: list[dict[str, Any]], **kwargs: Any) -> Any:
         for group in groups:
             layouts = {s.name: s.layout for s in owned_specs(self._model, group["param_names"])}
             for name, param in zip(group["param_names"], group["params"], strict=True):
                 set_layout(param, layouts[name])
-        return GatherMuon([{k: v for k, v in g.items() if k not in _FROM_CONTAINER} for g in groups], **kwargs)
+        return _built(GatherMuon, groups, kwargs)
 
     def _log_optimizer(self, optimizer: Any, part_idx: int, patterns: list[str]) -> None:
         super()._log_optimizer(optimizer, part_idx, patterns)
@@ -153,8 +153,14 @@ class DMuonOptimizersContainer(OptimizersContainer):
                 load_flat_optim_state_dict(optimizer, state_dict)
 
 
+def _built(cls: type[torch.optim.Optimizer], groups: list[dict[str, Any]], kwargs: dict[str, Any]) -> Any:
+    options, once = separated(cls, [_options_of(g) for g in groups])
+    given = [{"params": g["params"], "param_names": g["param_names"], **o} for g, o in zip(groups, options)]
+    return cls(given, **{**once, **kwargs})
+
+
 def _options_of(group: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in group.items() if k not in ("params", "param_names", *_FROM_CONTAINER)}
+    return {k: v for k, v in group.items() if k not in ("params", "param_names")}
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer, owned: OwnedMatrices | None) -> list[str]:
@@ -165,6 +171,10 @@ def describe_optimizer(optimizer: torch.optim.Optimizer, owned: OwnedMatrices | 
         pieces = list(owned.plan.pieces)
         matrices = [m for p in pieces for m in p.matrices()]
         count, elements = len(owned.names), sum(p.numel for p in pieces)
+        if not isinstance(optimizer.inner, Muon):
+            fused = sum(len(p.matrices()) > 1 for p in pieces)
+            whole = f"; {fused} fused weights are updated as one matrix each" if fused else ""
+            return [f"{name}: {count} parameters in {len(pieces)} pieces, {elements:,} elements{whole}"]
         settings = settings_of(optimizer.param_groups[0])
     elif isinstance(optimizer, GatherMuon):
         params = [p for g in optimizer.param_groups for p in g["params"]]

@@ -21,7 +21,7 @@ from torchtitan_dmuon.newton_schulz import flops
 from torchtitan_dmuon.ownership import CostModel
 from torchtitan_dmuon.runtime.owned import OwnedMatrices, RankGrid, own_matrices
 from torchtitan_dmuon.titan import seams
-from torchtitan_dmuon.titan.config import DMuonConfig
+from torchtitan_dmuon.titan.config import DMuonConfig, owned_group
 from torchtitan_dmuon.titan.initialization import draw_rows
 from torchtitan_dmuon.titan.models import dmuon_specs
 
@@ -39,7 +39,7 @@ def dmuon_config_of(model: nn.Module) -> DMuonConfig | None:
 
 
 def with_owned_matrices(spec: Any, config: Any) -> Any:
-    """A ModelSpec whose models have one owner for each matrix that ``config`` gives to the optimizer "DMuon"."""
+    """A ModelSpec whose models have one owner for each matrix that ``config`` gives to owners."""
     parallelize = spec.parallelize_fn
 
     @functools.wraps(parallelize)
@@ -103,11 +103,14 @@ def _options(config: Any, training: Any, parallelism: Any) -> dict[str, Any]:
 
 
 def cost_model(config: Any, device_type: str) -> CostModel:
-    """FLOPs of the Newton-Schulz that the first DMuon group runs, or measured seconds."""
+    """FLOPs of the Newton-Schulz that the first DMuon group runs, or measured seconds. Other optimizers are taken to
+    cost the same for every element."""
     if config.dmuon.cost_file:
         return CostModel.from_file(config.dmuon.cost_file)
-    kwargs = next(g.optimizer_kwargs for g in config.optimizer.param_groups if g.optimizer_name == "DMuon")
-    settings = settings_of(Muon([torch.zeros(1, 1)], **kwargs).param_groups[0])
+    group = owned_group(config)
+    if group.optimizer_name != "DMuon":
+        return CostModel(flops=lambda m, n: 0)
+    settings = settings_of(Muon([torch.zeros(1, 1)], **group.optimizer_kwargs).param_groups[0])
     return CostModel(flops=functools.partial(flops, settings=settings, device_type=device_type))
 
 

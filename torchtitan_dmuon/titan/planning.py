@@ -15,20 +15,23 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from torchtitan_dmuon.footprint import Footprint, Group, Options, footprint, should_defer
 from torchtitan_dmuon.matrices import OwnedSpec
-from torchtitan_dmuon.muon import Muon, settings_of
-from torchtitan_dmuon.newton_schulz import NewtonSchulz, flops
+from torchtitan_dmuon.muon import settings_of
+from torchtitan_dmuon.newton_schulz import flops
 from torchtitan_dmuon.ownership import MeshSpec, OwnershipPlan, assign
 from torchtitan_dmuon.runtime.owned import root_owners
 from torchtitan_dmuon.runtime.selection import group_units, parameter_slots
 from torchtitan_dmuon.titan import checks
-from torchtitan_dmuon.titan.config import ConfigError, uses_dmuon
+from torchtitan_dmuon.titan.config import ConfigError, owned_group, uses_dmuon
 from torchtitan_dmuon.titan.models import dmuon_specs
+from torchtitan_dmuon.titan.names import optimizer_class
 from torchtitan_dmuon.titan.parallelize import cost_model
 from torchtitan_dmuon.topology import Topology, UnitLayout
 
+STATE_PROBE = 64  # rows and columns of the matrix on which another optimizer's state is weighed
 # What a configuration without a DMuon group is planned with.
 RANKS_PER_NODE = 8  # where neither the caller nor the file says
 DEFAULT_PATTERN = r"layers\.\d+\.(attention|feed_forward|moe\.routed_experts|moe\.shared_experts)\."
@@ -48,19 +51,19 @@ class Planned:
     model_flops_per_token: int = 0
     specs: list[OwnedSpec] = dataclasses.field(default_factory=list)
 
-    @property
-    def settings(self) -> NewtonSchulz:
-        return self.options.settings
-
     def tokens_per_step(self) -> int:
         training = self.config.training
         return training.local_batch_size * training.seq_len * self.options.micro_batches * self.topology.world
 
     def ns_flops(self) -> list[int]:
-        """Newton-Schulz FLOPs of each owner."""
+        """Newton-Schulz FLOPs of each owner; none where the rule is not ours."""
         each = [0] * self.plan.n_owners
+        if self.options.settings is None:
+            return each
         for piece, owner in zip(self.plan.pieces, self.plan.owners, strict=True):
-            each[owner] += sum(flops(m, n, self.settings, self.options.device_type) for m, n in piece.matrices())
+            each[owner] += sum(
+                flops(m, n, self.options.settings, self.options.device_type) for m, n in piece.matrices()
+            )
         return each
 
 
@@ -92,6 +95,7 @@ def make_plan(
     assumed += fit_mesh(config, world, per_node)
     checks.check_mesh(config, world)
     checks.check_dmuon(config)
+    checks.check_optimizers(config)
     model = checks.meta_model(config)
     dmuon = config.dmuon
     specs = dmuon_specs(config, model)
@@ -104,6 +108,11 @@ def make_plan(
         dmuon.ownership,
     )
     options = make_options(config, world, device_type)
+    if options.settings is None:
+        assumed.append(
+            f"{owned_group(config).optimizer_name}: its cost counts elements; its state is that of a "
+            f"{STATE_PROBE} x {STATE_PROBE} matrix, {options.momentum_bytes} bytes an element"
+        )
     slots = parameter_slots(model)
     chosen = {spec.name: slots[spec.name] for spec in specs}
     modules = _sharded_modules(model)
@@ -160,26 +169,38 @@ def make_options(config: Any, world: int, device_type: str) -> Options:
     from torchtitan.distributed.fsdp import get_fsdp_reshard_after_forward_policy
 
     training, dmuon = config.training, config.dmuon
-    group = first_group(config)
+    is_muon = owned_group(config).optimizer_name == "DMuon"
+    group = owned_optimizer(config, [torch.zeros(1, 1)]).param_groups[0]
     step = training.local_batch_size * world
     return Options(
         compute_bytes=TORCH_DTYPE_MAP[training.mixed_precision_param].itemsize,
         reduce_bytes=TORCH_DTYPE_MAP[dmuon.grad_reduce_dtype].itemsize,
-        momentum_bytes=2 if group["momentum_dtype"] == "bfloat16" else 4,
+        momentum_bytes=(2 if group["momentum_dtype"] == "bfloat16" else 4) if is_muon else _state_bytes(config),
         reshard=get_fsdp_reshard_after_forward_policy(
             config.parallelism.fsdp_reshard_after_forward, pp_enabled=config.parallelism.pipeline_parallel_degree > 1
         ),
         prefetch=dmuon.prefetch,
         micro_batches=max(1, training.global_batch_size // step) if training.global_batch_size > 0 else 1,
-        settings=settings_of(group),
+        settings=settings_of(group) if is_muon else None,
         device_type=device_type,
     )
 
 
-def first_group(config: Any) -> dict[str, Any]:
-    """The parameter group of the first DMuon group, defaults filled in."""
-    kwargs = next(g.optimizer_kwargs for g in config.optimizer.param_groups if g.optimizer_name == "DMuon")
-    return Muon([torch.zeros(1, 1)], **kwargs).param_groups[0]
+def owned_optimizer(config: Any, params: list[torch.Tensor]) -> torch.optim.Optimizer:
+    """The optimizer of the first group whose matrices have owners, over ``params``."""
+    group = owned_group(config)
+    return optimizer_class(group.optimizer_name)(params, **group.optimizer_kwargs)
+
+
+def _state_bytes(config: Any) -> int:
+    """Bytes per element of the owned optimizer's state, rounded up: asked of it by one step on a square matrix."""
+    param = torch.nn.Parameter(torch.zeros(STATE_PROBE, STATE_PROBE))
+    param.grad = torch.eye(STATE_PROBE)
+    optimizer = owned_optimizer(config, [param])
+    optimizer.step()
+    tensors = tree_leaves(dict(optimizer.state[param]))
+    total = sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor) and t.ndim > 0)
+    return -(-total // param.numel())
 
 
 def _sharded_modules(model: nn.Module) -> dict[str, nn.Module]:
