@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-
 from torchtitan_dmuon.checkpoint import load_optimizer_state, optimizer_state
 
 from .ranks import run_ranks

@@ -275,7 +275,7 @@ REFUSED = {
     ),
     "two owned optimizers": (
         "[[optimizer.param_groups]]\npattern = 'wo'\noptimizer_name = \"Owned:torch.optim.AdamW\"\n" + GROUPS,
-        "run.toml:10: in [optimizer.param_groups.1]: one optimizer updates all owned matrices: 'Owned:torch.optim.AdamW'",
+        "run.toml:10: in [optimizer.param_groups.1]: one optimizer updates all owned matrices: 'Owned:torch.opt",
     ),
     "groups that differ in what is one for all": (
         "[[optimizer.param_groups]]\npattern = 'wo'\noptimizer_name = \"DMuon\"\n"
