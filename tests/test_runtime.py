@@ -26,7 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import torchtitan_dmuon as dmuon
 from torchtitan_dmuon import muon
-from torchtitan_dmuon.runtime.transport import Logged
+from torchtitan_dmuon.runtime.wires import LogEntry, Logged
 from torchtitan_dmuon.topology import SLOT_ELEMENTS
 
 from . import toy
@@ -216,10 +216,10 @@ def _log_of(rank: int, world: int, replicas: int, shards: int, uneven: str, opti
     """Messages of this rank by phase, over three steps of which some are uneven, and the final masters."""
     model = tower()
     owned = own(model, replicas, shards, **options)
-    log: list[tuple[str, int, int, int, bool]] = []
-    transports = owned.engine._transports
-    for phase, inner in transports.items():
-        transports[phase] = Logged(phase, log, inner)
+    log: list[LogEntry] = []
+    wires = owned.engine.transport.wires
+    for phase, inner in wires.items():
+        wires[phase] = Logged(phase, log, inner)
     matrix = owned.build_optimizer(make_muon)
     for step in range(3):
         for micro in range(2):
@@ -234,7 +234,7 @@ def _log_of(rank: int, world: int, replicas: int, shards: int, uneven: str, opti
             model(inputs(99, rank))
         matrix.step()
     owned.engine.await_publishes()
-    by_phase = {p: [entry for entry in log if entry[0] == p] for p in transports}
+    by_phase = {p: [entry for entry in log if entry[0] == p] for p in wires}
     result = by_phase, masters(owned)
     owned.close()
     return result
@@ -289,6 +289,7 @@ def _unused(rank: int, world: int) -> list[str]:
     before = masters(owned)
     backward(model, 0, rank, skip=("1",) if rank else ("1", "2"))
     owned.engine.finish_reduces()
+    assert owned.engine.gradients_are_finite()
     grads = {k: p.grad for u in owned.engine.units for k, p in u.master_of.items()}
     matrix.step()
     after = masters(owned)

@@ -42,6 +42,15 @@ class Stage:
 
 
 @dataclass(frozen=True)
+class Routes:
+    """Stages of one unit on one rank, by phase."""
+
+    gather: tuple[Stage, ...]
+    reduce: tuple[Stage, ...]
+    publish: tuple[Stage, ...]
+
+
+@dataclass(frozen=True)
 class Topology:
     """The ranks of one data-parallel group, grouped by shard group and by node.
 
@@ -117,6 +126,19 @@ class Topology:
         if self.ownership == "global":
             return (rank,)
         return tuple(r * self.shard_size + rank % self.shard_size for r in range(self.replicas))
+
+    @cached_property
+    def irregularity(self) -> str:
+        """Why collectives inside nodes and along rails cannot carry the routes; empty where they can: every cell is one
+        node, and all nodes have as many ranks."""
+        if self.routing != "two_level":
+            return f"routing is {self.routing!r}, not 'two_level'"
+        if self.world % self.ranks_per_node and self.nodes > 1:
+            return f"the last node has {self.world % self.ranks_per_node} ranks, the others {self.ranks_per_node}"
+        if any(cell != self.node_members(self.node(cell[0])) for cell in self.cells):
+            hint = "; holders = 'node' would do" if self.shard_size > self.ranks_per_node else ""
+            return f"shard groups of {self.shard_size} ranks are not nodes of {self.ranks_per_node}{hint}"
+        return ""
 
     def layout_key(self, root: int) -> tuple[int, int, int]:
         """Sort key of owners in a buffer; makes the ranges of a rail and of a holder contiguous on regular meshes."""
@@ -226,6 +248,26 @@ class UnitLayout:
 
     def publish(self, rank: int) -> tuple[Stage, ...]:
         return self._stages(self.topology.publish_edges, rank, 2)
+
+    def routes(self, rank: int) -> Routes:
+        return Routes(self.gather(rank), self.reduce(rank), self.publish(rank))
+
+    # ---- ranges of a regular topology, the same on every rank ----
+
+    @cached_property
+    def rails(self) -> tuple[tuple[tuple[int, tuple[int, int]], ...], ...]:
+        """By local rank: (owner's node, its range), in the order of the buffer."""
+        rails: list[list[tuple[int, tuple[int, int]]]] = [[] for _ in self.topology.node_members(0)]
+        for root, span in self.ranges.items():
+            rails[self.topology.local(root)].append((self.topology.node(root), span))
+        return tuple(map(tuple, rails))
+
+    @cached_property
+    def rail_spans(self) -> tuple[tuple[int, tuple[int, int]], ...]:
+        """(local rank, what it holds, collects and relays on every node): one range each; idle rails are left out."""
+        return tuple((local, (rail[0][1][0], rail[-1][1][1])) for local, rail in enumerate(self.rails) if rail)
+
+    # ---- ranges of one rank ----
 
     def held(self, rank: int) -> tuple[tuple[int, int], ...]:
         """Ranges of which ``rank`` keeps the compute-dtype copy between steps."""

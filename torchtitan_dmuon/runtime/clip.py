@@ -43,9 +43,7 @@ def clip_joint(engine: Engine, parameters: Iterable[nn.Parameter], max_norm: flo
         total = total + rest.to(total.device)
     norm = total.sqrt().float()
     engine.set_norm(norm)
-    if not torch.isfinite(norm):
-        return norm
-    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0).where(norm.isfinite(), 1.0)  # not read by the host
     owned = [m.grad for u in engine.units for m in u.master_of.values() if m.grad is not None]
     if owned:
         torch._foreach_mul_(owned, scale)

@@ -4,38 +4,37 @@ Decides: when an operation is issued and what it waits for. Does not decide rout
 or the life of a module (`hooks.py`). Keeps invariants 1 (order of summation), 3, 5 and 10: nothing here changes a
 weight; gradients become visible to an optimizer only through `finish_reduces`.
 
-Four lanes, made in this order on every rank: gather, reduce (inside nodes), reduce between nodes, publish.
+Four lanes: gather, reduce (inside nodes), reduce between nodes, publish.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
 
-from ..topology import Stage, Topology
+from ..topology import Topology
 from .lanes import Exposure, Lane, Ticket, make_lane
 from .schedule import GatherOrder, ReduceQueue, agreed_sequence
-from .transport import Transport
+from .transport import PHASES, Transport
 from .unit import Ranges, Unit, slice_of
+from .wires import Control
 
-PHASES = ("gather", "reduce", "reduce_between_nodes", "publish")
 # Gradient buffers of this many units may be in flight inside the node; level 2 holds a node's share of a unit each.
 CONTRIBUTIONS_IN_FLIGHT = 2
 
 
 class Engine:
-    """Moves the units of one rank. ``transports`` has one entry per phase; all are None on a single rank."""
+    """Moves the units of one rank over ``transport``, and agrees with the other ranks over ``control``."""
 
     def __init__(
         self,
         topology: Topology,
         rank: int,
         units: list[Unit],
-        transports: Mapping[str, Transport | None],
-        control: dist.ProcessGroup | None,
+        transport: Transport,
+        control: Control,
         device: torch.device,
         *,
         prefetch: int,
@@ -45,7 +44,8 @@ class Engine:
         enclosing: Sequence[int] = (),
     ) -> None:
         """``units`` in declared forward order; ``enclosing``: those of the whole model, needed from end to end."""
-        self.topology, self.rank, self.units, self.control = topology, rank, units, control
+        self.topology, self.rank, self.units = topology, rank, units
+        self.transport, self.control = transport, control
         self.device = device
         self.reshard_after_forward, self.publish_async = reshard_after_forward, publish_async
         self.gradient_divide_factor = gradient_divide_factor
@@ -53,13 +53,13 @@ class Engine:
         self.uninitialized: set[str] = set()  # owned parameters that have no values yet
         self.stale = True  # holders' copies differ from the masters: publish before the next gather
         self.exposure = Exposure(device)
-        self.sent: Counter[tuple[str, str]] = Counter()  # (phase, "intra_node" | "inter_node") -> bytes
-        self._transports = transports
+        self.sent = transport.sent
         self._lanes: dict[str, Lane] = {p: make_lane(p, device) for p in PHASES}
         self._contributions: deque[Ticket] = deque()
         self._unfinished: set[int] = set()  # units with partial sums that have not been through level 2
         self._reduced: set[int] = set()  # units with gradients since the last step
         self._norm: torch.Tensor | None = None  # of the gradients as reduced, if a clip has taken it
+        self._finite: bool | None = None  # the answer, once read from the device
         self.is_busy: Callable[[Unit], bool] = lambda unit: False  # replaced by the hooks
         self._enclosing = frozenset(enclosing)
         forward = [u.index for u in units]
@@ -68,7 +68,6 @@ class Engine:
         self.backward_order = GatherOrder(prefetch, self._gather, self._release, backward)
         self._agreed = False
         self._reduces = ReduceQueue(self._issue_reduce)
-        self._routes = {u.index: (u.layout.gather(rank), u.layout.reduce(rank), u.layout.publish(rank)) for u in units}
 
     # ---- what the hooks call ----
 
@@ -120,8 +119,7 @@ class Engine:
 
     def _run_gather(self, unit: Unit) -> None:
         unit.fill_held()
-        for stage in self._routes[unit.index][0]:
-            self._exchange("gather", stage, _ranges_from(unit.flat), _ranges_from(unit.flat))()
+        self.transport.gather(unit)
 
     def _await_gather(self, unit: Unit) -> None:
         if unit.gathered:
@@ -174,7 +172,7 @@ class Engine:
         ticket = lane.submit(lambda: self._reduce_in_node(unit, contrib))
         unit.reducing.append(ticket)
         self._contributions.append(ticket)
-        self._norm = None
+        self._norm = self._finite = None
         self._unfinished.add(index)
         self._reduced.add(index)
         if self.is_last_backward:
@@ -187,58 +185,39 @@ class Engine:
         )
 
     def _reduce_in_node(self, unit: Unit, contrib: torch.Tensor) -> None:
-        """Level 1: contributions to their collector, summed by local rank; sums of several micro-batches add up."""
-        stage = self._routes[unit.index][1][0]
-        ranges = unit.layout.collected(self.rank)
-        received = {peer: _buffers(unit, ranges) for peer in {m.peer for m in stage.recvs}}
-        self._exchange("reduce", stage, _ranges_from(contrib), received.__getitem__)()
-        received[self.rank] = {(a, b): contrib[a:b] for a, b in ranges}
-        for node in sorted({self.topology.node(r) for r in received}):
-            members = [r for r in sorted(received) if self.topology.node(r) == node]
-            sums = unit.partial.setdefault(node, {})
-            for span in ranges:
-                total = _sum([received[m][span] for m in members])
-                if span in sums:
-                    sums[span].add_(total)
+        """Level 1: contributions to their collector; sums of several micro-batches add up."""
+        for node, sums in self.transport.reduce_in_node(unit, contrib).items():
+            so_far = unit.partial.setdefault(node, {})
+            for span, total in sums.items():
+                if span in so_far:
+                    so_far[span].add_(total)
                 else:  # a slice of the contribution would keep all of it alive
-                    sums[span] = total.clone() if total.untyped_storage() is contrib.untyped_storage() else total
+                    so_far[span] = total.clone() if total.untyped_storage() is contrib.untyped_storage() else total
         for sums in unit.partial.values():
             for tensor in sums.values():
                 self._lanes["reduce_between_nodes"].borrow(tensor)
 
     def _reduce_between_nodes(self, unit: Unit) -> None:
-        """Level 2: node sums to the owner, summed by node into its gradient."""
-        layout, own_node = unit.layout, self.topology.node(self.rank)
-        stage = self._routes[unit.index][1][1]
-        ranges = layout.rooted(self.rank)
-        received = {peer: _buffers(unit, ranges) for peer in {m.peer for m in stage.recvs}}
-        own = unit.partial.get(own_node, {})
-        self._exchange("reduce_between_nodes", stage, lambda _peer: own, received.__getitem__)()
-        by_node = {self.topology.node(p): sums for p, sums in received.items()}
-        by_node.update(unit.partial)
-        for span in layout.mastered(self.rank):
+        """Level 2: node sums to the owner, into its gradient."""
+        for span in unit.layout.mastered(self.rank):
             if span not in unit.grad:
                 unit.grad[span] = torch.zeros(span[1] - span[0], dtype=torch.float32, device=unit.device)
         if self.topology.ownership == "replica":  # each backward's sum goes to every replica's owner
             fresh: Ranges = {s: torch.zeros_like(t) for s, t in unit.grad.items()}
         else:
             fresh = unit.grad
-        for span in ranges:
-            first, *others = (slice_of(by_node[n], *span) for n in sorted(by_node))
-            total = first.to(torch.float32, copy=True)
-            for each in others:
-                total.add_(each)
+        for span, total in self.transport.reduce_between_nodes(unit).items():
             slice_of(fresh, *span).add_(total.div_(self.gradient_divide_factor))
         if self.topology.ownership == "replica":
-            for spread in self._routes[unit.index][2]:
-                self._exchange("reduce_between_nodes", spread, lambda _peer: fresh, lambda _peer: fresh)()
+            self.transport.spread(unit, fresh, "reduce_between_nodes")
             for span, tensor in unit.grad.items():
                 tensor.add_(fresh[span])
         unit.partial.clear()
 
     def finish_reduces(self) -> bool:
-        """Complete what is in flight and give owned pieces their gradients. False if no backward ran since the last
-        step. A collective the first time and when a deferred reduce is left, otherwise local."""
+        """Complete what is in flight and give owned pieces their gradients, zeros where no rank used a piece. False if
+        no backward ran since the last step. A collective the first time and when a deferred reduce is left, otherwise
+        local."""
         for index in self.reduce_order():
             if index in self._unfinished:
                 self._issue_between_nodes(self.units[index], self.units[index].reducing[-1])
@@ -250,12 +229,9 @@ class Engine:
         self._contributions.clear()
         if not self._agreed:
             self._agree_on_order()
-        flags = [f for unit in reduced for f in unit.used_flags()]
-        used = (torch.cat(flags) > 0).tolist() if flags else []
-        for unit in reduced:
-            count = len(unit.owned)
-            unit.attach_gradients(used[:count])
-            used = used[count:]
+        if self._finite is None:
+            for unit in reduced:
+                unit.attach_gradients()
         return bool(reduced)
 
     def drop_gradients(self) -> None:
@@ -269,17 +245,27 @@ class Engine:
         self._contributions.clear()
         self._unfinished.clear()
         self._reduced.clear()
-        self._norm = None
+        self._norm = self._finite = None
 
     def set_norm(self, norm: torch.Tensor) -> None:
         """The joint norm of the gradients as they are now: tells whether the next step is skipped."""
-        self._norm = norm
+        self._norm, self._finite = norm, None
 
     def gradients_are_finite(self) -> bool:
-        """Whether no gradient of this step is inf or nan, on any rank. A collective unless a clip took the norm."""
-        if self._norm is None:
-            self._norm = self.gradient_squares().sum()
-        return bool(torch.isfinite(self._norm))
+        """Whether no gradient of this step is inf or nan, on any rank. Also takes the gradients of pieces that no rank
+        used away, so that an optimizer passes them over. A collective unless a clip took the norm. The one time in a
+        step that the host reads from the device; later calls know the answer."""
+        if self._finite is None:
+            if self._norm is None:
+                self._norm = self.gradient_squares().sum()
+            reduced = [self.units[i] for i in sorted(self._reduced)]
+            flags = [f for unit in reduced for f in unit.used_flags()]
+            *used, self._finite = (torch.cat([*flags, self._norm.isfinite().float().view(1)]) > 0).tolist()
+            for unit in reduced:
+                count = len(unit.owned)
+                unit.withhold_unused(used[:count])
+                used = used[count:]
+        return self._finite
 
     def gradient_squares(self) -> torch.Tensor:
         """Squared norm of the reduced gradient of every piece in the cluster, in a fixed order; [pieces], float64, the
@@ -292,18 +278,14 @@ class Engine:
                 if key in unit.rooted and (grad := unit.master_of[key].grad) is not None:
                     squares[position] = torch.linalg.vector_norm(grad).double() ** 2
             at += len(unit.pieces)
-        if self.control is not None:
-            dist.all_reduce(squares, group=self.control)
+        self.control.all_reduce(squares)
         return squares
 
     def _agree_on_order(self) -> None:
         """Take over the order of the first passes that the ranks saw, once any rank has seen one. A collective."""
         orders = (self.forward_order, self.backward_order)
         mine = [order.observed for order in orders]
-        every = [mine]
-        if self.control is not None:
-            every = [mine] * self.topology.world
-            dist.all_gather_object(every, mine, group=self.control)
+        every = self.control.all_gather(mine)
         if not any(forward for forward, _ in every):
             return
         self._agreed = True
@@ -329,11 +311,7 @@ class Engine:
         unit.refresh_held()
         if self.topology.ownership == "replica":
             return  # every shard group has an owner of its own
-        unit.published = self._lanes["publish"].submit(lambda: self._run_publish(unit))
-
-    def _run_publish(self, unit: Unit) -> None:
-        for stage in self._routes[unit.index][2]:
-            self._exchange("publish", stage, lambda _peer: unit.held, lambda _peer: unit.held)()
+        unit.published = self._lanes["publish"].submit(lambda: self.transport.spread(unit, unit.held, "publish"))
 
     def publish_all(self) -> None:
         if self.uninitialized:
@@ -351,48 +329,12 @@ class Engine:
                 self.exposure.wait("publish", unit.published)
                 unit.published = None
 
-    # ---- messages ----
-
-    def _exchange(
-        self,
-        phase: str,
-        stage: Stage,
-        sources: Callable[[int], Ranges],
-        targets: Callable[[int], Ranges],
-    ) -> Callable[[], None]:
-        """Start the messages of a stage: ``sources(peer)`` and ``targets(peer)`` hold the ranges sent and received."""
-        transport = self._transports[phase]
-        if transport is None:
-            return lambda: None
-        sends = [(m.peer, slice_of(sources(m.peer), m.start, m.stop)) for m in stage.sends]
-        recvs = [(m.peer, slice_of(targets(m.peer), m.start, m.stop)) for m in stage.recvs]
-        for peer, tensor in sends:
-            near = self.topology.node(peer) == self.topology.node(self.rank)
-            self.sent[phase, "intra_node" if near else "inter_node"] += tensor.numel() * tensor.element_size()
-        return transport.exchange(sends, recvs)
-
     def take_sent(self) -> dict[tuple[str, str], int]:
         """Payload bytes this rank sent since the last call, by (phase, "intra_node" or "inter_node")."""
-        sent, self.sent = dict(self.sent), Counter()
+        sent = dict(self.sent)
+        self.sent.clear()
         return sent
 
     def close(self) -> None:
         for lane in self._lanes.values():
             lane.close()
-
-
-def _ranges_from(buffer: torch.Tensor) -> Callable[[int], Ranges]:
-    whole = {(0, buffer.numel()): buffer}
-    return lambda _peer: whole
-
-
-def _buffers(unit: Unit, ranges: Sequence[tuple[int, int]]) -> Ranges:
-    return {(a, b): torch.empty(b - a, dtype=unit.reduce_dtype, device=unit.device) for a, b in ranges}
-
-
-def _sum(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Left to right, into the first: ((t0 + t1) + t2) + ..."""
-    total = tensors[0]
-    for tensor in tensors[1:]:
-        total.add_(tensor)
-    return total

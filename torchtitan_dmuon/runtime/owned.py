@@ -13,7 +13,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,15 +27,16 @@ from ..ownership import CostModel, MeshSpec, OwnershipPlan, assign
 from ..seeding import stream_seed
 from ..topology import Topology, UnitLayout
 from .clip import clip_joint
-from .engine import PHASES, Engine
+from .engine import Engine
 from .hooks import Hooks
 from .leaf import adapt_leaf, adapt_root
 from .optimizer import OptimizerFactory, OwnedOptimizer
 from .parameter import FreedParameter, OwnedParameter
 from .row_shards import RowShards
 from .selection import Select, group_units, parameter_slots, select_specs
-from .transport import Transport, make_transport
+from .transport import Transport, check_transport, connect
 from .unit import Unit
+from .wires import Control
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +79,7 @@ def own_matrices(
     ranks_per_node: int = 0,
     device: torch.device | str | None = None,
     timeout: datetime.timedelta | None = None,
+    transport: str = "auto",
 ) -> OwnedMatrices:
     """Give each selected matrix of ``model`` one owner among the ranks of ``mesh``. A collective over the mesh.
 
@@ -96,6 +98,7 @@ def own_matrices(
         stacks: name pattern of 3-D parameters [E, M, N] whose slices are matrices; others are refused.
         gradient_divide_factor: what gradients are divided by; default the mesh size, as FSDP2 does. TorchTitan: 1.
         ranks_per_node: 0 takes LOCAL_WORLD_SIZE, or the mesh as one node.
+        transport: for tests and measurements; see `transport.connect`.
 
     Raises:
         ValueError: bad options, selection or mesh; nothing has changed then.
@@ -105,6 +108,7 @@ def own_matrices(
     grid = RankGrid.of(mesh)
     topology = _topology(grid, ranks_per_node, routing, holders, ownership)
     _check_options(publish, prefetch)
+    check_transport(topology, transport)
     slots = parameter_slots(model)
     specs = select_specs(slots, select, layouts or {}, stacks)
     chosen = {spec.name: slots[spec.name] for spec in specs}
@@ -114,13 +118,8 @@ def own_matrices(
 
     rank = grid.ranks.index(dist.get_rank()) if topology.world > 1 else 0
     target = torch.device(device) if device is not None else _device_of(grid)
-    transports: dict[str, Transport | None] = dict.fromkeys(PHASES)
-    groups: list[dist.ProcessGroup] = []
-    if topology.world > 1:
-        made = [dist.new_group(list(grid.ranks), timeout=timeout, use_local_synchronization=True) for _ in PHASES]
-        groups = cast(list[dist.ProcessGroup], made)
-        _compare_plans(plan, groups[PHASES.index("reduce_between_nodes")], rank)
-        transports = {phase: make_transport(group) for phase, group in zip(PHASES, groups)}
+    mover, control, groups = connect(topology, grid.ranks, rank, target, transport, timeout)
+    _compare_plans(plan, control, rank)
     return OwnedMatrices(
         model,
         plan,
@@ -131,7 +130,8 @@ def own_matrices(
         chosen,
         grouped,
         modules_of,
-        transports,
+        mover,
+        control,
         groups,
         policy,
         reshard_after_forward=reshard_after_forward,
@@ -155,7 +155,8 @@ class OwnedMatrices:
         slots: Mapping[str, list[tuple[nn.Module, str]]],
         grouped: list[tuple[str, list[str]]],
         modules_of: dict[int, list[nn.Module]],
-        transports: Mapping[str, Transport | None],
+        transport: Transport,
+        control: Control,
         groups: list[dist.ProcessGroup],
         policy: MixedPrecisionPolicy,
         *,
@@ -194,8 +195,8 @@ class OwnedMatrices:
             topology,
             rank,
             units,
-            transports,
-            groups[PHASES.index("reduce_between_nodes")] if groups else None,
+            transport,
+            control,
             device,
             prefetch=prefetch,
             reshard_after_forward=reshard_after_forward,
@@ -427,17 +428,14 @@ def _plan(
     return plan
 
 
-def _compare_plans(plan: OwnershipPlan, group: dist.ProcessGroup, rank: int) -> None:
+def _compare_plans(plan: OwnershipPlan, control: Control, rank: int) -> None:
     """Raise on every rank, showing what differs, unless all ranks derived the same plan (invariant 6)."""
-    digests: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(digests, plan.digest, group=group)
+    digests = control.all_gather(plan.digest)
     other = next((r for r, d in enumerate(digests) if d != digests[0]), None)
     if other is None:
         return
-    plans: list[Any] = [plan.to_json() if rank in (0, other) else None]
-    everyone: list[Any] = [None] * len(digests)
-    dist.all_gather_object(everyone, plans[0], group=group)
-    lines = OwnershipPlan.from_json(everyone[0]).difference(OwnershipPlan.from_json(everyone[other]))
+    plans = control.all_gather(plan.to_json() if rank in (0, other) else None)
+    lines = OwnershipPlan.from_json(plans[0]).difference(OwnershipPlan.from_json(plans[other]))
     raise RuntimeError(
         f"ranks 0 and {other} of the data-parallel group derived different ownership plans:\n  " + "\n  ".join(lines)
     )

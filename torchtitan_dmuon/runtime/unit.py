@@ -16,12 +16,14 @@ Buffers, all in the layout of `topology.UnitLayout`:
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import nn
 
 from ..matrices import Piece
 from ..muon import set_layout
-from ..topology import SLOT_ELEMENTS, UnitLayout
+from ..topology import SLOT_ELEMENTS, Routes, UnitLayout
 from .lanes import Ticket
 from .parameter import OwnedParameter
 
@@ -87,6 +89,11 @@ class Unit:
         self.gathering: Ticket | None = None
         self.published: Ticket | None = None
         self.reducing: list[Ticket] = []
+
+    @functools.cached_property
+    def routes(self) -> Routes:
+        """This rank's messages."""
+        return self.layout.routes(self.rank)
 
     # ---- slices ----
 
@@ -180,10 +187,16 @@ class Unit:
         """One element per owned piece: how many ranks and micro-batches used it since the last step."""
         return [slice_of(self.grad, stop, stop + 1) for _, stop in (self._span(p.key) for p in self.owned)]
 
-    def attach_gradients(self, used: list[bool]) -> None:
-        """Give each owned piece its reduced gradient, or None if no rank used it."""
+    def attach_gradients(self) -> None:
+        """Give each owned piece its reduced gradient: zeros if no rank used it."""
+        for piece in self.owned:
+            self.master_of[piece.key].grad = self.piece_of(self.grad, piece)
+
+    def withhold_unused(self, used: list[bool]) -> None:
+        """Take the gradient away again from each owned piece that no rank used."""
         for piece, flag in zip(self.owned, used, strict=True):
-            self.master_of[piece.key].grad = self.piece_of(self.grad, piece) if flag else None
+            if not flag:
+                self.master_of[piece.key].grad = None
 
     # ---- publish ----
 
