@@ -1,4 +1,4 @@
-"""The core on CUDA: Newton-Schulz and Muon against the CPU, owned training against one process, overlap, peak memory.
+"""The core on CUDA: Newton-Schulz and transports against the CPU, training against one process, overlap, peak memory.
 
 Started by gpu_check.sh on every rank. Each check prints one line; the exit code is 1 if one failed.
 """
@@ -64,11 +64,15 @@ def loss_of(model: nn.Module, step: int, rank: int, device: torch.device) -> tor
     return (model(x) - x.roll(1, 0)).float().square().mean()
 
 
-def owned_model(device: torch.device, dtype: torch.dtype | None):
-    mesh = init_device_mesh("cuda", (1, dist.get_world_size()), mesh_dim_names=("dp_replicate", "dp_shard"))
+def owned_model(device: torch.device, dtype: torch.dtype | None, **options: object):
+    """On one node; with 4 GPUs or more as if on two, so that both levels move something."""
+    world = dist.get_world_size()
+    nodes = 2 if world >= 4 and world % 2 == 0 else 1
+    mesh = init_device_mesh(device.type, (nodes, world // nodes), mesh_dim_names=("dp_replicate", "dp_shard"))
     model = Stack(make_model(device))
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    owned = dmuon.own_matrices(model, mesh, select=r"(mix|up|down)\.weight", units=model.layers, mp_policy=policy)
+    options = {"select": r"(mix|up|down)\.weight", "ranks_per_node": world // nodes, **options}
+    owned = dmuon.own_matrices(model, mesh, units=model.layers, mp_policy=policy, **options)
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy, ignored_params=owned.parameters)
     fully_shard(model, mesh=mesh, mp_policy=policy, ignored_params=owned.parameters)
@@ -89,9 +93,63 @@ def check_newton_schulz(device: torch.device) -> tuple[bool, str]:
     return worst < 1, ", ".join(rows)
 
 
-def check_training(device: torch.device, rank: int, world: int) -> tuple[bool, str]:
+def check_transport(device: torch.device, rank: int, world: int, transport: str) -> tuple[bool, str]:
+    """Gathered weights and sums of whole numbers, both exact, against the CPU; milliseconds of each phase over all
+    units, with nothing else running, and the rate of its payload."""
+    model, owned = owned_model(device, torch.bfloat16, transport=transport)
+    engine, mover, units = owned.engine, owned.engine.transport, owned.engine.units
+    expected = dict(Stack(make_model(torch.device("cpu"))).named_parameters())
+    with owned.gathered():
+        wrong = [n for n in owned.names if not torch.equal(model.get_parameter(n).cpu(), expected[n].bfloat16())]
+    numbers = {u.index: torch.arange(u.layout.numel, device=device, dtype=torch.float32) % 251 for u in units}
+    contributions = {u.index: numbers[u.index] + rank for u in units}
+    for unit in units:
+        engine._reduce_in_node(unit, contributions[unit.index].clone())
+        totals = mover.reduce_between_nodes(unit)
+        unit.partial.clear()
+        for (a, b), total in totals.items():
+            exact = (torch.arange(a, b) % 251).float() * world + world * (world - 1) // 2
+            if not torch.equal(total.cpu(), exact):
+                wrong.append(f"sum of {unit.name} [{a}, {b})")
+
+    partial = {u.index: mover.reduce_in_node(u, contributions[u.index]) for u in units}
+
+    def level_2(unit) -> None:
+        unit.partial = partial[unit.index]
+        mover.reduce_between_nodes(unit)
+
+    phases = {
+        "gather": mover.gather,
+        "reduce": lambda unit: mover.reduce_in_node(unit, contributions[unit.index]),
+        "reduce_between_nodes": level_2,
+        "publish": lambda unit: mover.spread(unit, unit.held, "publish"),
+    }
+    found = []
+    for unit in units:
+        unit.allocate()
+    for phase, run in phases.items():
+        for unit in units:
+            run(unit)  # the first use of a connection
+        torch.cuda.synchronize()
+        mover.sent.clear()
+        begin = time.perf_counter()
+        for _ in range(5):
+            for unit in units:
+                run(unit)
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - begin
+        sent = sum(n for (name, _), n in mover.sent.items() if name == phase)
+        found.append(f"{phase} {seconds / 5 * 1e3:.2f} ms, {sent / seconds / 1e9:.1f} GB/s sent")
+    for unit in units:
+        unit.partial = {}
+        unit.free()
+    owned.close()
+    return not wrong, f"{len(wrong)} wrong {wrong[:1]}; " + "; ".join(found)
+
+
+def check_training(device: torch.device, rank: int, world: int, transport: str) -> tuple[bool, str]:
     """fp32 gradients of one backward, owned against one process, on this rank's pieces."""
-    model, owned = owned_model(device, None)
+    model, owned = owned_model(device, None, transport=transport)
     loss_of(model, 0, rank, device).backward()
     owned.engine.finish_reduces()
     reference = Stack(make_model(device))
@@ -161,9 +219,15 @@ def main() -> int:
     out = Path(sys.argv[1])
     checks = {
         "Newton-Schulz against the CPU": lambda: check_newton_schulz(device),
-        "owned gradients against one process": lambda: check_training(device, rank, world),
         "training in bf16": lambda: check_speed(device, rank, out),
     }
+    for transport in ("collective", "padded", "point_to_point") if world > 1 else ("auto",):
+        checks[f"owned gradients against one process, {transport}"] = functools.partial(
+            check_training, device, rank, world, transport
+        )
+        checks[f"{transport} transport against the CPU"] = functools.partial(
+            check_transport, device, rank, world, transport
+        )
     failed = 0
     for name, check in checks.items():
         ok, detail = check()

@@ -143,7 +143,7 @@ def make_group(ranks: Sequence[int], device: torch.device, timeout: datetime.tim
     )
     group = cast(dist.ProcessGroup, made)
     if backend == "nccl":  # a communicator is made by its first collective, which must have all ranks in it
-        dist.all_reduce(torch.zeros(1, device=device), group=group)
+        dist.broadcast(torch.zeros(1, device=device), group=group, group_src=0)
     return group
 
 
