@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -104,24 +105,38 @@ def factory(case: Case, reference: bool) -> Callable[..., torch.optim.Optimizer]
 
 
 def run_reference(case: Case) -> Outcome:
-    """The case in one process; depends on world, micro-batches, dtype and optimizer alone."""
-    return _reference(case.world, case.micros, case.compute, case.optimizer, case.steps)
+    """The case in one process; depends on world, micro-batches, dtype and optimizer alone. Of the parameters that the
+    case owns."""
+    whole = _reference(case.world, case.micros, case.compute, case.optimizer, case.steps)
+    riders = dict(case.options).get("riders")
+    pattern = toy.OWNED if riders is None else f"{toy.OWNED}|{riders}"
+
+    def owned(of: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {n: t for n, t in of.items() if re.search(pattern, n)}
+
+    parts = (owned(t) for t in (whole.gradients, whole.momenta, whole.initial, whole.weights))
+    return Outcome(whole.norms, whole.losses, *parts)
 
 
 @functools.cache
 def _reference(world: int, micros: int, compute: str, optimizer: str, steps: int) -> Outcome:
     case = Case(1, world, world, micros, compute, optimizer, steps=steps)
     ref = toy.Reference(world, factory(case, reference=True), micros, MAX_NORM, case.param_dtype)
-    initial = {n: p.detach().clone() for n, p in ref.owned.items()}
+    params = dict(ref.model.named_parameters())
+    initial = {n: p.detach().clone() for n, p in params.items()}
     norms, losses, gradients, momenta = [], [], {}, {}
     for step in range(steps):
         losses.append(ref.backward(step))
         if step == 0:
-            gradients = {n: p.grad.clone() for n, p in ref.owned.items()}
+            gradients = {n: p.grad.clone() for n, p in params.items()}
         norms.append(ref.update())
         if step == 0:
-            momenta = {n: ref.matrix.state[p]["momentum_buffer"].clone() for n, p in ref.owned.items()}
-    return Outcome(norms, losses, gradients, momenta, initial, {n: p.detach().clone() for n, p in ref.owned.items()})
+            momenta = {n: _momentum(ref.matrix.state.get(p) or ref.rest.state[p]) for n, p in params.items()}
+    return Outcome(norms, losses, gradients, momenta, initial, {n: p.detach().clone() for n, p in params.items()})
+
+
+def _momentum(state: dict[str, torch.Tensor]) -> torch.Tensor:
+    return (state["momentum_buffer"] if "momentum_buffer" in state else state["exp_avg"]).clone()
 
 
 # ---- on the ranks ----
@@ -139,7 +154,7 @@ def _train(case: Case, rank: int) -> Outcome:
         options["gradient_divide_factor"] = float(case.world**2)
     mesh = toy.mesh_of(case.replicas, case.shards)
     owned = toy.shard(model, mesh, case.param_dtype, ranks_per_node=case.ranks_per_node, **options)
-    matrix = owned.build_optimizer(factory(case, reference=False))
+    matrix = owned.build_optimizer(factory(case, reference=False), riders=toy.adamw)
     if case.fault == "one matrix skipped":
         _skip(matrix, owned, "layers.1.w1.weight[000000]")
     if case.fault == "one unit not published":
@@ -164,8 +179,8 @@ def _train(case: Case, rank: int) -> Outcome:
         rest.step()
         rest.zero_grad()
         if step == 0:
-            pieces = [(k, matrix.state.get(p, {})) for u in owned.engine.units for k, p in u.master_of.items()]
-            momenta = {k: state["momentum_buffer"].clone() for k, state in pieces if "momentum_buffer" in state}
+            pieces = [(k, matrix.state.get(p)) for u in owned.engine.units for k, p in u.master_of.items()]
+            momenta = {k: _momentum(state) for k, state in pieces if state}
     outcome = Outcome(norms, losses, gradients, momenta, initial, {k: v.clone() for k, v in masters.items()})
     owned.close()
     return outcome
@@ -180,14 +195,14 @@ def _withhold(owned: dmuon.OwnedMatrices, unit: int) -> None:
 
 def _skip(matrix: dmuon.OwnedOptimizer, owned: dmuon.OwnedMatrices, key: str) -> None:
     skipped = [u.master_of[key] for u in owned.engine.units if key in u.master_of]
-    step = matrix.inner.step
+    step = matrix.inners[0].step
 
     def without() -> None:
         for p in skipped:
             p.grad = None
         step()
 
-    matrix.inner.step = without  # type: ignore[method-assign]
+    matrix.inners[0].step = without  # type: ignore[method-assign]
 
 
 def _job(rank: int, _world: int, cases: Sequence[Case]) -> list[Outcome]:

@@ -68,7 +68,7 @@ def train(model, owned, optimizer, steps, rank, world):
 
 
 def momenta(optimizer):
-    inner = optimizer.inner
+    inner = optimizer.inners[0]
     names = [n for g in inner.param_groups for n in g["param_names"]]
     params = [p for g in inner.param_groups for p in g["params"]]
     return {n: inner.state[p]["momentum_buffer"].clone() for n, p in zip(names, params)}

@@ -164,7 +164,7 @@ def masters(made: Any) -> dict[str, torch.Tensor]:
     """What a rank owns: masters by piece key, and momenta under "momentum:" + name."""
     owned = made.owned
     found = {key: value.clone() for key, value in owned.masters().items()}
-    inner = made.optimizers.owned_optimizer.inner
+    inner = made.optimizers.owned_optimizer.inners[0]
     for group in inner.param_groups:
         for name, param in zip(group["param_names"], group["params"]):
             if param in inner.state:

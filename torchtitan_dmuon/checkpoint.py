@@ -24,23 +24,23 @@ from .runtime.row_shards import RowShards
 
 @torch.no_grad()
 def materialize_state(optimizer: OwnedOptimizer) -> None:
-    """Let the inner optimizer create its state without moving a weight: one step of zero gradients at rate zero."""
-    inner = optimizer.inner
-    params = [p for group in inner.param_groups for p in group["params"]]
-    if inner.state or not params or any(p.grad is not None for p in params):
+    """Let the inner optimizers create their state without moving a weight: one step of zero gradients at rate zero."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    if optimizer.state or not params or any(p.grad is not None for p in params):
         return
-    rates = [group.get("lr") for group in inner.param_groups]
-    for group in inner.param_groups:
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
         if "lr" in group:
             group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
     for p in params:
         p.grad = torch.zeros_like(p)
     try:
-        inner.step()
+        for inner in optimizer.inners:
+            inner.step()
     finally:
         for p in params:
             p.grad = None
-        for group, rate in zip(inner.param_groups, rates):
+        for group, rate in zip(optimizer.param_groups, rates):
             if rate is not None:
                 group["lr"] = rate
 
@@ -51,8 +51,9 @@ def optimizer_state(optimizer: OwnedOptimizer) -> dict[str, Any]:
     materialize_state(optimizer)
     flat: dict[str, Any] = {}
     rows: dict[str, dict[int, torch.Tensor]] = {}
+    states = optimizer.state
     for group, name, piece_row, param in _owned(optimizer):
-        for key, value in optimizer.inner.state[param].items():
+        for key, value in states.get(param, {}).items():
             if piece_row is None:
                 flat[f"state.{name}.{key}"] = value
             elif isinstance(value, torch.Tensor) and value.ndim > 0:
@@ -72,15 +73,16 @@ def optimizer_state(optimizer: OwnedOptimizer) -> dict[str, Any]:
 def load_optimizer_state(optimizer: OwnedOptimizer, flat: Mapping[str, Any]) -> None:
     """Inverse of :func:`optimizer_state`; keys of other optimizers are ignored. KeyError names what is missing."""
     materialize_state(optimizer)
-    for group in optimizer.inner.param_groups:  # options only where this rank owns something of the group
+    for group in optimizer.param_groups:  # options only where this rank owns something of the group
         owned = [name for g, name, _, _ in _owned(optimizer) if g is group]
         for option in [o for o in group if o not in ("params", "param_names")]:
             if owned:
                 group[option] = _required(flat, f"param_groups.{owned[0]}.{option}")
     loaded: dict[torch.Tensor, dict[str, Any]] = {}
+    states = optimizer.state
     for _, name, row, param in _owned(optimizer):
         state = {}
-        for key, current in optimizer.inner.state[param].items():
+        for key, current in states.get(param, {}).items():
             if row is None:
                 state[key] = _required(flat, f"state.{name}.{key}")
             elif isinstance(current, torch.Tensor) and current.ndim > 0:
@@ -88,10 +90,10 @@ def load_optimizer_state(optimizer: OwnedOptimizer, flat: Mapping[str, Any]) -> 
             else:
                 state[key] = _required(flat, f"state.{name}[{row}].{key}")
         loaded[param] = state
-    # Through the optimizer's own load, which checks conventions and converts dtypes.
-    packed = optimizer.inner.state_dict()
+    # Through the optimizers' own loads, which check conventions and convert dtypes.
+    packed = optimizer.state_dict()
     index = 0
-    for group in optimizer.inner.param_groups:
+    for group in optimizer.param_groups:
         for param in group["params"]:
             packed["state"][index] = loaded[param]
             index += 1
@@ -101,7 +103,7 @@ def load_optimizer_state(optimizer: OwnedOptimizer, flat: Mapping[str, Any]) -> 
 def _owned(optimizer: OwnedOptimizer) -> list[tuple[dict[str, Any], str, int | None, torch.Tensor]]:
     """(group, parameter name, row of a stack or None, master) of everything this rank owns."""
     found = []
-    for group in optimizer.inner.param_groups:
+    for group in optimizer.param_groups:
         for key, param in zip(group["param_names"], group["params"], strict=True):
             name, bracket, row = key.partition("[")
             found.append((group, name, int(row.rstrip("]")) if bracket else None, param))

@@ -2,7 +2,8 @@
 
 Decides: which parameters a set of routing rules selects, how one parameter falls apart into pieces (what an owner
 holds) and matrices (what one Newton-Schulz call orthogonalizes). Does not decide who owns what (`ownership.py`) and
-never touches torch.distributed. Keeps: a piece holds whole matrices only (DESIGN section 2).
+never touches torch.distributed. Keeps: a piece holds whole matrices only, or it is a rider and holds none (DESIGN
+section 2).
 
 Shape suffixes: M rows, N columns of a matrix; E experts of a stack.
 """
@@ -56,7 +57,9 @@ class MatrixLayout:
             )
 
     def shapes(self, shape_MN: Sequence[int]) -> tuple[tuple[int, int], ...]:
-        """(rows, columns) of each matrix of a tensor of this shape."""
+        """(rows, columns) of each matrix of a tensor of this shape; none for :data:`RIDER`."""
+        if self == RIDER:
+            return ()
         m, n = shape_MN
         return tuple((self.groups * r, n) for r in self.rows) if self.rows else ((m, n),)
 
@@ -79,23 +82,35 @@ class MatrixLayout:
 
 
 WHOLE = MatrixLayout()
+RIDER = MatrixLayout(groups=0)  # of a parameter of any shape that holds no matrix and travels with those of its unit
 
 
 @dataclass(frozen=True)
 class OwnedSpec:
-    """One owned parameter: [M, N], or a stack [E, M, N] whose matrices are its E slices. ``layout`` is of one slice."""
+    """One owned parameter: [M, N], or a stack [E, M, N] whose matrices are its E slices. ``layout`` is of one slice.
+    With the layout :data:`RIDER` the shape is any, and the parameter is one piece."""
 
     name: str
     shape: tuple[int, ...]
     layout: MatrixLayout = WHOLE
 
     def __post_init__(self) -> None:
+        if self.is_rider:
+            if 0 in self.shape:
+                raise ValueError(f"{self.name}: an owned parameter is not empty, got {self.shape}")
+            return
         if len(self.shape) not in (2, 3) or min(self.shape) < 1:
             raise ValueError(f"{self.name}: an owned parameter has 2 or 3 non-empty dimensions, got {self.shape}")
         self.layout.validate(self.name, self.shape[-2:])
 
+    @property
+    def is_rider(self) -> bool:
+        return self.layout == RIDER
+
     def pieces(self) -> tuple[Piece, ...]:
         """The whole parameter, or one piece per expert of a stack."""
+        if self.is_rider:
+            return (Piece(self.name, 0, self.shape[0] if self.shape else 1, self.shape, RIDER),)
         if len(self.shape) == 2:
             return (Piece(self.name, 0, self.shape[0], self.shape, self.layout),)
         return tuple(Piece(self.name, e, e + 1, self.shape[1:], self.layout) for e in range(self.shape[0]))
@@ -103,7 +118,8 @@ class OwnedSpec:
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows [start, stop) on dim 0 of one parameter, held by one owner. ``shape`` is 2-D: what the optimizer sees."""
+    """Rows [start, stop) on dim 0 of one parameter, held by one owner. ``shape`` is what the optimizer sees: 2-D, or a
+    rider's own."""
 
     name: str
     start: int
@@ -119,6 +135,10 @@ class Piece:
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def is_rider(self) -> bool:
+        return self.layout == RIDER
 
     def matrices(self) -> tuple[tuple[int, int], ...]:
         return self.layout.shapes(self.shape)

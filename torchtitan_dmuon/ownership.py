@@ -29,6 +29,8 @@ OWNERSHIPS = ("global", "replica")
 
 # Bytes the owner alone holds per element: fp32 master, momentum and reduced gradient.
 OWNER_BYTES_PER_ELEMENT = 12
+# The same of a rider: AdamW has two moments.
+RIDER_BYTES_PER_ELEMENT = 16
 # Memory traffic of the update around NS, per element: gradient read (4), momentum and master read and written (16),
 # NS input written and output read in bf16 (4), published copy written (2).
 ELEMENTWISE_BYTES = 26
@@ -76,7 +78,9 @@ class CostModel:
         return cls(measured=table, source=str(path))
 
     def cost(self, piece: Piece) -> int:
-        """Cost of one update of the piece: FLOP equivalents, or picoseconds with measured costs."""
+        """Cost of one update of the piece: FLOP equivalents, or picoseconds with measured costs. A rider has none."""
+        if piece.is_rider:
+            return 0
         if self.measured is None:
             flops = sum(self.flops(m, n) for m, n in piece.matrices())
             return int(flops) + self.elementwise_bytes * self.flops_per_byte * piece.numel
@@ -181,8 +185,8 @@ class OwnershipPlan:
         return tuple(loads)
 
     def owner_bytes(self) -> tuple[int, ...]:
-        """Bytes of master, momentum and reduced gradient per owner."""
-        return tuple(OWNER_BYTES_PER_ELEMENT * sum(p.numel for p in held) for held in self._by_owner)
+        """Bytes of master, optimizer state and reduced gradient per owner."""
+        return tuple(sum(map(_bytes, held)) for held in self._by_owner)
 
     @cached_property
     def largest_cost(self) -> int:
@@ -242,7 +246,8 @@ class OwnershipPlan:
         return {
             "world": self.mesh.world,
             "matrices": count_matrices(self.pieces),
-            "pieces": len(self.pieces),
+            "pieces": sum(not p.is_rider for p in self.pieces),
+            "riders": sum(p.is_rider for p in self.pieces),
             "largest_cost": self.largest_cost,
             "mean_cost": self.mean_cost,
             "lower_bound": self.lower_bound,
@@ -324,7 +329,8 @@ def assign(
 
     Minimizes the largest cost per owner, then the bytes per owner, then the bytes a node publishes, then for each unit
     the bytes per source (the owner's place in its shard group). ``balance="numel"`` counts elements instead of cost;
-    "round_robin" deals in name order and minimizes nothing. ``unit_of`` maps piece keys to unit indices (default: one
+    "round_robin" deals in name order and minimizes nothing. Riders go to owners that their unit has anyway, so that
+    there are no more messages than without them. ``unit_of`` maps piece keys to unit indices (default: one
     unit). ``memory_cap_bytes`` limits what one owner holds (:data:`OWNER_BYTES_PER_ELEMENT`). With ownership "replica"
     owners are places in a shard group, the same in every replica. Raises ValueError for no pieces, overlapping pieces,
     unknown choices and a cap that cannot be met.
@@ -333,15 +339,16 @@ def assign(
         raise ValueError(f"balance must be one of {', '.join(BALANCES)}, got {balance!r}")
     if ownership not in OWNERSHIPS:
         raise ValueError(f"ownership must be one of {', '.join(OWNERSHIPS)}, got {ownership!r}")
-    ordered = sorted(pieces, key=lambda p: (p.name, p.start))
+    everything = sorted(pieces, key=lambda p: (p.name, p.start))
+    ordered = [p for p in everything if not p.is_rider]
     if not ordered:
         raise ValueError("no pieces to assign: no parameter is owned; check the patterns of the owned parameters")
-    for a, b in zip(ordered, ordered[1:], strict=False):
+    for a, b in zip(everything, everything[1:], strict=False):
         if a.name == b.name and b.start < a.stop:
             raise ValueError(
                 f"{a.name}: rows [{a.start}, {a.stop}) and [{b.start}, {b.stop}) overlap; each row has one owner"
             )
-    missing = [p.key for p in ordered if unit_of is not None and p.key not in unit_of]
+    missing = [p.key for p in everything if unit_of is not None and p.key not in unit_of]
     if missing:
         raise ValueError(f"{missing[0]}: belongs to no unit ({len(missing)} such pieces); pass its unit in unit_of")
     model = cost or CostModel()
@@ -350,7 +357,6 @@ def assign(
     n_owners = mesh.world if ownership == "global" else mesh.shard_size
     if balance == "round_robin":
         owners = [i % n_owners for i in range(len(ordered))]
-        _check_cap(ordered, owners, n_owners, memory_cap_bytes)
     else:
         sizes = [p.numel for p in ordered]
         weights = costs if balance == "cost" else sizes
@@ -359,8 +365,13 @@ def assign(
         if bins is None:
             raise ValueError(_cap_message(ordered, n_owners, memory_cap_bytes))
         owners = _spread_units(_place(bins, sizes, mesh), ordered, costs, units, mesh)
+    if len(ordered) < len(everything):
+        owners = _with_riders(everything, ordered, owners, unit_of, n_owners)
+        costs = [model.cost(p) for p in everything]
+        units = [0 if unit_of is None else unit_of[p.key] for p in everything]
+    _check_cap(everything, owners, n_owners, memory_cap_bytes)
     return OwnershipPlan(
-        pieces=tuple(ordered),
+        pieces=tuple(everything),
         owners=tuple(owners),
         costs=tuple(costs),
         units=tuple(units),
@@ -372,14 +383,42 @@ def assign(
     )
 
 
+def _bytes(piece: Piece) -> int:
+    return piece.numel * (RIDER_BYTES_PER_ELEMENT if piece.is_rider else OWNER_BYTES_PER_ELEMENT)
+
+
+def _with_riders(
+    everything: Sequence[Piece],
+    ordered: Sequence[Piece],
+    owners: Sequence[int],
+    unit_of: Mapping[str, int] | None,
+    n_owners: int,
+) -> list[int]:
+    """Owners of ``everything``, where ``owners`` are those of the matrices ``ordered``: each rider goes to the owner
+    with the fewest bytes among those of its unit's matrices, or among all in a unit without a matrix."""
+    owner_of = {p.key: owner for p, owner in zip(ordered, owners, strict=True)}
+    held = [0] * n_owners
+    candidates: dict[int, set[int]] = {}
+    for p, owner in zip(ordered, owners, strict=True):
+        held[owner] += _bytes(p)
+        candidates.setdefault(0 if unit_of is None else unit_of[p.key], set()).add(owner)
+    for p in everything:
+        if p.is_rider:
+            mine = candidates.get(0 if unit_of is None else unit_of[p.key]) or range(n_owners)
+            owner = min(mine, key=lambda rank: (held[rank], rank))
+            owner_of[p.key] = owner
+            held[owner] += _bytes(p)
+    return [owner_of[p.key] for p in everything]
+
+
 def _cap_message(pieces: Sequence[Piece], n_owners: int, cap: int | None, found: int | None = None) -> str:
     """Why the cap cannot be met: the piece, the mean, or the packing that was found."""
     largest = max(pieces, key=lambda p: p.numel)
-    mean = -(-OWNER_BYTES_PER_ELEMENT * sum(p.numel for p in pieces) // n_owners)
+    mean = -(-sum(map(_bytes, pieces)) // n_owners)
     reason = "no assignment within it was found" if found is None else f"the fullest owner would hold {found}"
     return (
         f"memory_cap_bytes {cap} cannot be met: {reason}; {largest.key} alone takes "
-        f"{OWNER_BYTES_PER_ELEMENT * largest.numel} bytes and the mean of {n_owners} owners is {mean}: "
+        f"{_bytes(largest)} bytes and the mean of {n_owners} owners is {mean}: "
         "raise the cap or use more ranks"
     )
 
@@ -387,7 +426,7 @@ def _cap_message(pieces: Sequence[Piece], n_owners: int, cap: int | None, found:
 def _check_cap(pieces: Sequence[Piece], owners: Sequence[int], n_owners: int, cap: int | None) -> None:
     held = [0] * n_owners
     for p, owner in zip(pieces, owners, strict=True):
-        held[owner] += OWNER_BYTES_PER_ELEMENT * p.numel
+        held[owner] += _bytes(p)
     if cap is not None and max(held) > cap:
         raise ValueError(_cap_message(pieces, n_owners, cap, max(held)))
 

@@ -1,7 +1,7 @@
-"""Any whole-matrix optimizer over the pieces a rank owns, as one `torch.optim.Optimizer`.
+"""Any whole-matrix optimizer over the pieces a rank owns, and another over its riders, as one `torch.optim.Optimizer`.
 
 Decides: the order of a step (finite check, update unit by unit in forward order, publish each unit as soon as it is
-updated). Does not decide the update rule, which is the inner optimizer's. Keeps invariant 10: a step whose gradients
+updated). Does not decide the update rules, which are the inner optimizers'. Keeps invariant 10: a step whose gradients
 are not finite on any rank changes nothing on any rank.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,40 +23,44 @@ OptimizerFactory = Callable[..., torch.optim.Optimizer]
 
 
 class OwnedOptimizer(torch.optim.Optimizer):
-    """Steps ``factory(groups, **defaults)`` over the fp32 masters this rank owns and publishes the result.
+    """Steps the ``inner`` optimizers of the fp32 masters this rank owns and publishes the result: first that of the
+    matrices, then that of the riders where there are any.
 
-    Every rank has the same parameter groups, empty where it owns nothing. ``param_groups``, ``defaults`` and ``state``
-    are the inner optimizer's own objects, so schedulers and checkpoints see an ordinary optimizer. Gradients exist from
-    the last reduce to the end of `step`: a second step without a backward changes nothing.
+    Every rank has the same parameter groups, empty where it owns nothing. The ``param_groups`` are the inner
+    optimizers' own objects, so schedulers and checkpoints see an ordinary optimizer. Gradients exist from the last
+    reduce to the end of `step`: a second step without a backward changes nothing.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        factory: OptimizerFactory,
-        groups: Sequence[Mapping[str, Any]],
-        **defaults: Any,
-    ) -> None:
+    def __init__(self, engine: Engine, inner: Sequence[torch.optim.Optimizer]) -> None:
         self.engine = engine
+        self.inners = tuple(inner)
         # Rows on dim 0 of the parameters that have several pieces: their state is one tensor with that many rows.
         self.stack_sizes = {p.name: p.spec.shape[0] for u in engine.units for p in u.params if not p.whole}
-        self.inner = factory([dict(g) for g in groups], **defaults)
-        self._by_unit: list[list[nn.Parameter]] = [list(u.master_of.values()) for u in engine.units]
-        mine = {p for g in self.inner.param_groups for p in g["params"]}
-        self._by_unit = [[p for p in params if p in mine] for params in self._by_unit]
+        # Of each unit and inner optimizer, the masters that it updates.
+        taken = [{p for g in each.param_groups for p in g["params"]} for each in self.inners]
+        self._by_unit: list[list[list[nn.Parameter]]] = [
+            [[p for p in u.master_of.values() if p in mine] for mine in taken] for u in engine.units
+        ]
         self.skipped_steps = 0
-        self.ns_calls = self.ns_flops = 0  # since construction, where the inner optimizer counts them
+        self.ns_calls = self.ns_flops = 0  # since construction, where an inner optimizer counts them
         self._update_seconds = 0.0
-        super().__init__(self.inner.param_groups, self.inner.defaults)
-        self.share()
+        super().__init__(self._groups(), self.inners[0].defaults)
 
-    def share(self) -> None:
-        """Take the inner optimizer's groups and state again, after it replaced them (a load)."""
-        self.param_groups, self.state, self.defaults = self.inner.param_groups, self.inner.state, self.inner.defaults
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for each in self.inners for group in each.param_groups]
+
+    @property
+    def state(self) -> dict[torch.Tensor, Any]:  # type: ignore[override]
+        """State of every parameter: a new mapping of the inner optimizers' own values."""
+        return {p: state for each in self.inners for p, state in each.state.items()}
+
+    @state.setter
+    def state(self, _value: Any) -> None:
+        pass  # the base class makes an empty one
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        # The base class adds the groups it is given; ours are the inner optimizer's, already complete.
-        if not any(param_group is g for g in self.inner.param_groups):
+        # The base class adds the groups it is given; ours are the inner optimizers', already complete.
+        if not any(param_group is g for g in self._groups()):
             raise RuntimeError(
                 "the groups of an owned optimizer are fixed when it is built: select the parameters then"
             )
@@ -78,28 +82,27 @@ class OwnedOptimizer(torch.optim.Optimizer):
             logger.warning("a gradient is not finite on some rank: no owned weight is updated in this step")
             self.zero_grad()
             return loss
-        grads = {p: p.grad for params in self._by_unit for p in params}
+        grads = {p: p.grad for parts in self._by_unit for params in parts for p in params}
         for p in grads:
             p.grad = None
         # An optimizer that counts steps in its groups is called once for each unit, yet counts one step.
-        groups = self.inner.param_groups
-        options = [dict(group) for group in groups]
+        options = [[dict(group) for group in each.param_groups] for each in self.inners]
         begin = time.perf_counter()
         for index in engine.update_order():
             unit = engine.units[index]
-            params = self._by_unit[index]
-            for p in params:
-                p.grad = grads.pop(p)
-            if params:
-                for group, option in zip(groups, options):
-                    group.clear()
-                    group.update(option)
-                self.inner.step()
-                if (stats := getattr(self.inner, "stats", None)) is not None:
-                    self.ns_calls += stats.ns_calls
-                    self.ns_flops += stats.ns_flops
-            for p in params:
-                p.grad = None
+            for inner, params, before in zip(self.inners, self._by_unit[index], options, strict=True):
+                for p in params:
+                    p.grad = grads.pop(p)
+                if params:
+                    for group, option in zip(inner.param_groups, before, strict=True):
+                        group.clear()
+                        group.update(option)
+                    inner.step()
+                    if (stats := getattr(inner, "stats", None)) is not None:
+                        self.ns_calls += stats.ns_calls
+                        self.ns_flops += stats.ns_flops
+                for p in params:
+                    p.grad = None
             engine.publish(unit)
         self._update_seconds += time.perf_counter() - begin
         engine.drop_gradients()
@@ -117,9 +120,24 @@ class OwnedOptimizer(torch.optim.Optimizer):
         self.engine.drop_gradients()
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's: only what this rank owns. `checkpoint.py` makes it whole."""
-        return self.inner.state_dict()
+        """The inner optimizers', one after the other: only what this rank owns. `checkpoint.py` makes it whole."""
+        whole: dict[str, Any] = {"state": {}, "param_groups": []}
+        count = 0
+        for each in self.inners:
+            part = each.state_dict()
+            whole["state"] |= {count + i: state for i, state in part["state"].items()}
+            whole["param_groups"] += [{**g, "params": [count + i for i in g["params"]]} for g in part["param_groups"]]
+            count += sum(len(g["params"]) for g in part["param_groups"])
+        return whole
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.inner.load_state_dict(state_dict)
-        self.share()
+        groups = list(state_dict["param_groups"])
+        for each in self.inners:
+            mine, groups = groups[: len(each.param_groups)], groups[len(each.param_groups) :]
+            if each is self.inners[-1]:
+                mine += groups  # a wrong count is torch's error to report
+            held = {i for g in mine for i in g["params"]}
+            each.load_state_dict(
+                {"state": {i: s for i, s in state_dict["state"].items() if i in held}, "param_groups": mine}
+            )
+        self.param_groups = self._groups()

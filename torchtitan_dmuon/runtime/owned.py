@@ -33,7 +33,7 @@ from .leaf import adapt_leaf, adapt_root
 from .optimizer import OptimizerFactory, OwnedOptimizer
 from .parameter import FreedParameter, OwnedParameter
 from .row_shards import RowShards
-from .selection import Select, group_units, parameter_slots, select_specs
+from .selection import Select, group_units, parameter_slots, select_riders, select_specs
 from .transport import Transport, check_transport, connect
 from .unit import Unit
 from .wires import Control
@@ -67,6 +67,7 @@ def own_matrices(
     *,
     layouts: Mapping[str, MatrixLayout] | None = None,
     stacks: str | None = None,
+    riders: Select | None = None,
     reshard_after_forward: bool = True,
     gradient_divide_factor: float | None = None,
     ownership: str = "global",
@@ -88,7 +89,7 @@ def own_matrices(
             their owners from here on, and the modules show them in compute dtype inside their unit's forward only.
         mesh: 1-D [S] or 2-D [R, S] (replicas of shard groups), in rank order; the mesh given to `fully_shard`.
         select: regular expression over canonical names, predicate (name, parameter), or the specs themselves. 1-D
-            parameters it matches are left to FSDP2 and logged.
+            parameters it matches are no matrices; they are logged, and left to FSDP2 unless they are riders.
         units: modules whose owned parameters are gathered and reduced together, in forward order: those given to
             `fully_shard`. Parameters in none of them form a unit of the whole model; parameters that several units
             share form units of their own.
@@ -96,6 +97,9 @@ def own_matrices(
             gradient sums (default float32). Inputs are never cast here.
         layouts: name pattern -> layout of fused weights; others are one matrix each.
         stacks: name pattern of 3-D parameters [E, M, N] whose slices are matrices; others are refused.
+        riders: regular expression or predicate of small parameters (norm weights, biases) of any shape that travel with
+            the matrices of their unit and are updated on one rank, by `build_optimizer`'s ``riders``. Those that it
+            matches in units without a matrix are left to FSDP2. Default: none.
         gradient_divide_factor: what gradients are divided by; default the mesh size, as FSDP2 does. TorchTitan: 1.
         ranks_per_node: 0 takes LOCAL_WORLD_SIZE, or the mesh as one node.
         transport: for tests and measurements; see `transport.connect`.
@@ -110,10 +114,13 @@ def own_matrices(
     _check_options(publish, prefetch)
     check_transport(topology, transport)
     slots = parameter_slots(model)
+    units = list(units)
     specs = select_specs(slots, select, layouts or {}, stacks)
+    if riders is not None:
+        specs += select_riders(model, slots, specs, units, riders)
     chosen = {spec.name: slots[spec.name] for spec in specs}
     _check_unowned(chosen)
-    grouped, modules_of = group_units(model, list(units), chosen)
+    grouped, modules_of = group_units(model, units, chosen)
     plan = _plan(specs, grouped, topology, balance, cost)
 
     rank = grid.ranks.index(dist.get_rank()) if topology.world > 1 else 0
@@ -186,7 +193,7 @@ class OwnedMatrices:
             if len(dtypes) > 1:
                 raise ValueError(
                     f"{unit_name}: owned parameters of one unit have dtypes {sorted(map(str, dtypes))}; "
-                    "give mp_policy a param_dtype, or make them equal"
+                    "give mp_policy a param_dtype, make them equal, or take no riders of another dtype"
                 )
             units.append(
                 Unit(index, unit_name, params, layout, rank, device, dtypes.pop(), policy.reduce_dtype or torch.float32)
@@ -228,12 +235,17 @@ class OwnedMatrices:
         return list(self._params)
 
     @property
+    def riders(self) -> set[str]:
+        """Canonical names of the owned parameters that hold no matrix."""
+        return {name for name, (_, param) in self._params.items() if param.spec.is_rider}
+
+    @property
     def parameters(self) -> set[nn.Parameter]:
         """What stands in the modules for owned parameters: pass as ``ignored_params`` to every `fully_shard`."""
         return {p for _, param in self._params.values() for p in (param.placeholder, param.weight)}
 
     def masters(self) -> dict[str, torch.Tensor]:
-        """Piece key -> fp32 master [M, N], of the pieces this rank holds."""
+        """Piece key -> fp32 master ([M, N], or a rider's shape), of the pieces this rank holds."""
         return {key: p.detach() for unit in self.engine.units for key, p in unit.master_of.items()}
 
     def build_optimizer(
@@ -241,29 +253,44 @@ class OwnedMatrices:
         factory: OptimizerFactory,
         *,
         groups: Sequence[tuple[Callable[[str], bool], Mapping[str, Any]]] | None = None,
+        riders: OptimizerFactory | None = None,
         optimizer_cls: type[OwnedOptimizer] = OwnedOptimizer,
         **defaults: Any,
     ) -> OwnedOptimizer:
         """``factory(parameter groups, **defaults)`` over this rank's pieces, published after each step.
 
         ``groups``: (predicate on the canonical name, group options), first match wins; default one group. Groups carry
-        ``param_names`` with piece keys reduced to names where a parameter is one piece.
+        ``param_names`` with piece keys reduced to names where a parameter is one piece. ``riders``: what updates the
+        riders, called with the groups of the riders alone, as in
+        ``riders=functools.partial(torch.optim.AdamW, lr=3e-4)``. Their groups follow those of the matrices.
         """
         rules = list(groups) if groups is not None else [(lambda _name: True, {})]
-        made: list[dict[str, Any]] = [{**options, "params": [], "param_names": []} for _, options in rules]
+        matrices: list[dict[str, Any]] = [{**options, "params": [], "param_names": []} for _, options in rules]
+        others: list[dict[str, Any]] = [{**options, "params": [], "param_names": []} for _, options in rules]
+        kinds: list[set[bool]] = [set() for _ in rules]  # of the parameters that a group takes on any rank
         unmatched = []
         for name, (unit, param) in self._params.items():
             index = next((i for i, (rule, _) in enumerate(rules) if rule(name)), None)
             if index is None:
                 unmatched.append(name)
                 continue
+            group = (others if param.spec.is_rider else matrices)[index]
+            kinds[index].add(param.spec.is_rider)
             for piece in param.pieces:
                 if piece.key in unit.master_of:
-                    made[index]["params"].append(unit.master_of[piece.key])
-                    made[index]["param_names"].append(name if param.whole else piece.key)
+                    group["params"].append(unit.master_of[piece.key])
+                    group["param_names"].append(name if param.whole else piece.key)
         if unmatched:
             raise ValueError(f"{unmatched[0]}: no optimizer group takes it ({len(unmatched)} such parameters)")
-        return optimizer_cls(self.engine, factory, made, **defaults)
+        inner = [factory([g for g, kind in zip(matrices, kinds) if kind != {True}], **defaults)]
+        if self.riders:
+            if riders is None:
+                raise ValueError(
+                    f"{min(self.riders)} is a rider ({len(self.riders)} such parameters): say what updates it, as in "
+                    "build_optimizer(..., riders=functools.partial(torch.optim.AdamW, lr=3e-4))"
+                )
+            inner.append(riders([g for g, kind in zip(others, kinds) if True in kind]))
+        return optimizer_cls(self.engine, inner)
 
     def clip_grad_norm_(self, model: nn.Module, max_norm: float) -> torch.Tensor:
         """Clip owned and FSDP2 gradients by one joint norm and return it (float32, before the clip). A collective."""
@@ -286,7 +313,8 @@ class OwnedMatrices:
 
     @torch.no_grad()
     def initialize(self, init: Callable[[str, torch.Tensor], None], seed: int = 0) -> None:
-        """Draw initial weights on their owners: ``init(name, tensor)`` fills a float32 tensor [M, N] in place.
+        """Draw initial weights on their owners: ``init(name, tensor)`` fills a float32 tensor ([M, N], or a rider's
+        shape) in place.
 
         Each piece has a random stream of its own, derived from (seed, name, slice), so the weights depend neither on
         the world size nor on the plan. Only one piece at a time is in memory.
@@ -297,13 +325,12 @@ class OwnedMatrices:
     @torch.no_grad()
     def initialize_one(self, name: str, init: Callable[[torch.Tensor], Any], seed: int) -> None:
         """:meth:`initialize` for one parameter."""
-        unit, param = self._params[name]
-        is_stack = len(param.spec.shape) == 3
+        unit, _ = self._params[name]
 
         def draw(piece: Piece) -> torch.Tensor:
             value = torch.empty(piece.shape, dtype=torch.float32, device=unit.device)
             with torch.random.fork_rng(devices=[unit.device] if unit.device.type == "cuda" else []):
-                torch.manual_seed(stream_seed(seed, name, piece.start if is_stack else 0))
+                torch.manual_seed(stream_seed(seed, name, piece.start))
                 init(value)
             return value
 
@@ -364,15 +391,20 @@ class OwnedMatrices:
 
 def root_owners(plan: OwnershipPlan, topology: Topology) -> dict[str, int]:
     """Piece key -> the rank that sums its gradient. The owner; with replica ownership, where every replica has an owner
-    on the same shard index, replicas take turns in the order of names."""
+    on the same shard index, replicas take turns in the order of names; a rider follows a matrix of its unit."""
     if plan.ownership == "global":
         return {p.key: plan.owner_of(p.key) for p in plan.pieces}
     turns = dict.fromkeys(range(topology.shard_size), 0)
-    roots = {}
-    for piece in plan.pieces:
-        index = plan.owner_of(piece.key)
+    roots: dict[str, int] = {}
+    in_unit: dict[tuple[int, int], int] = {}
+    rows = sorted(zip(plan.pieces, plan.owners, plan.units, strict=True), key=lambda row: row[0].is_rider)
+    for piece, index, unit in rows:
+        if piece.is_rider and (unit, index) in in_unit:
+            roots[piece.key] = in_unit[unit, index]
+            continue
         roots[piece.key] = turns[index] % topology.replicas * topology.shard_size + index
         turns[index] += 1
+        in_unit.setdefault((unit, index), roots[piece.key])
     return roots
 
 
@@ -418,10 +450,12 @@ def _plan(
     mesh = MeshSpec(topology.world, topology.shard_size, topology.ranks_per_node)
     every = [p for ps in pieces.values() for p in ps]
     plan = assign(every, mesh, balance=balance, ownership=topology.ownership, cost=cost, unit_of=unit_of)
+    riders = sum(p.is_rider for p in every)
     logger.info(
-        "%d matrices in %d pieces on %d owners, largest load %.3f times the mean",
+        "%d matrices in %d pieces and %d riders on %d owners, largest load %.3f times the mean",
         count_matrices(every),
-        len(every),
+        len(every) - riders,
+        riders,
         plan.n_owners,
         plan.imbalance,
     )

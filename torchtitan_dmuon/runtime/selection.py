@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import nn
 
-from ..matrices import WHOLE, MatrixLayout, OwnedSpec, canonical_name
+from ..matrices import RIDER, WHOLE, MatrixLayout, OwnedSpec, canonical_name
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ def select_specs(
         if unknown:
             raise ValueError(f"{unknown[0]}: the model has no such parameter ({len(unknown)} unknown names)")
         return list(select)
-    rule = select if callable(select) else lambda name, _p, regex=re.compile(select): bool(regex.search(name))
+    rule = _rule(select)
     specs, left = [], []
     used: set[str] = set()
     for name, places in slots.items():
@@ -70,8 +70,37 @@ def select_specs(
         some = ", ".join(list(slots)[:4])
         raise ValueError(f"select = {select!r} matches no matrix; parameter names look like: {some}")
     if left:
-        logger.info("%d parameters with fewer than 2 dimensions are left to FSDP2: %s ...", len(left), left[0])
+        logger.info("%d selected parameters with fewer than 2 dimensions are no matrices: %s ...", len(left), left[0])
     return specs
+
+
+def select_riders(
+    model: nn.Module,
+    slots: Mapping[str, list[tuple[nn.Module, str]]],
+    matrices: Sequence[OwnedSpec],
+    units: list[nn.Module],
+    riders: Select,
+) -> list[OwnedSpec]:
+    """Specs of the parameters that ``riders`` selects and that lie in a unit with a matrix; others stay with FSDP2."""
+    rule = _rule(riders)
+    owned = {spec.name for spec in matrices}
+    wanted = {}
+    for name, places in slots.items():
+        parameter = places[0][0]._parameters[places[0][1]]
+        assert parameter is not None
+        if name in owned or rule(name, parameter):
+            wanted[name] = places
+    grouped, _ = group_units(model, units, wanted)
+    found = {n for _, names in grouped if not owned.isdisjoint(names) for n in names} - owned
+    places_of = {n: slots[n][0] for n in slots if n in found}
+    return [OwnedSpec(n, tuple(m._parameters[a].shape), RIDER) for n, (m, a) in places_of.items()]  # type: ignore[union-attr]
+
+
+def _rule(select: Select) -> Callable[[str, nn.Parameter], bool]:
+    if callable(select):
+        return select
+    regex = re.compile(select)
+    return lambda name, _parameter: bool(regex.search(name))
 
 
 def group_units(

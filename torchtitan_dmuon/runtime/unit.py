@@ -80,7 +80,8 @@ class Unit:
         self.owned = [p for key, p in sorted(self.pieces.items()) if self._is_mastered(key)]
         self.master_of = {p.key: nn.Parameter(self.piece_of(self.master, p)) for p in self.owned}
         for piece in self.owned:
-            set_layout(self.master_of[piece.key], piece.layout)
+            if not piece.is_rider:
+                set_layout(self.master_of[piece.key], piece.layout)
         self.rooted = {p.key for p in self.owned if self._in(layout.rooted(rank), p.key)}
 
         self.partial: dict[int, Ranges] = {}  # node -> sums inside that node, over micro-batches
@@ -116,7 +117,7 @@ class Unit:
         return flat[start:stop].view(piece.shape)
 
     def piece_of(self, ranges: Ranges, piece: Piece) -> torch.Tensor:
-        """The [M, N] view of a piece in a set of ranges."""
+        """The view of a piece, [M, N] or a rider's shape, in a set of ranges."""
         return slice_of(ranges, *self._span(piece.key)).view(piece.shape)
 
     # ---- gathered weights ----
