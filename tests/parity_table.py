@@ -26,6 +26,7 @@ from .ranks import run_ranks
 
 STEPS = 5
 MAX_NORM = 1.0
+RIDERS = r"\.norm\d\.weight$|\.bias$"
 MESHES = ((1, 2, 2), (2, 1, 1), (2, 2, 2), (1, 4, 2), (4, 1, 2))  # replicas, shards, ranks per node
 
 
@@ -157,6 +158,8 @@ def _train(case: Case, rank: int) -> Outcome:
     matrix = owned.build_optimizer(factory(case, reference=False), riders=toy.adamw)
     if case.fault == "one matrix skipped":
         _skip(matrix, owned, "layers.1.w1.weight[000000]")
+    if case.fault == "one rider skipped":
+        _skip(matrix, owned, "layers.2.norm1.weight[000000]", inner=1)
     if case.fault == "one unit not published":
         _withhold(owned, unit=1)
     rest = toy.adamw([p for p in model.parameters() if p not in owned.parameters])
@@ -193,16 +196,16 @@ def _withhold(owned: dmuon.OwnedMatrices, unit: int) -> None:
     owned.engine.publish = lambda u: None if u.index == unit else publish(u)  # type: ignore[method-assign]
 
 
-def _skip(matrix: dmuon.OwnedOptimizer, owned: dmuon.OwnedMatrices, key: str) -> None:
+def _skip(matrix: dmuon.OwnedOptimizer, owned: dmuon.OwnedMatrices, key: str, inner: int = 0) -> None:
     skipped = [u.master_of[key] for u in owned.engine.units if key in u.master_of]
-    step = matrix.inners[0].step
+    step = matrix.inners[inner].step
 
     def without() -> None:
         for p in skipped:
             p.grad = None
         step()
 
-    matrix.inners[0].step = without  # type: ignore[method-assign]
+    matrix.inners[inner].step = without  # type: ignore[method-assign]
 
 
 def _job(rank: int, _world: int, cases: Sequence[Case]) -> list[Outcome]:
@@ -314,8 +317,8 @@ def cases_of(mesh: tuple[int, int, int]) -> list[Case]:
     """The parity cases of one mesh; the first three touch every dimension once."""
     plain = Case(*mesh)
     return [
-        replace(plain, checkpointing="inside").but(prefetch=2),
-        replace(plain, micros=3, compute="bfloat16", optimizer="sgd").but(reshard_after_forward=False),
+        replace(plain, checkpointing="inside").but(prefetch=2, riders=RIDERS),
+        replace(plain, micros=3, compute="bfloat16", optimizer="sgd").but(reshard_after_forward=False, riders=RIDERS),
         replace(plain, micros=3, optimizer="muon_bf16", checkpointing="wrapper"),
         replace(plain, micros=3, checkpointing="wrapper").but(reshard_after_forward=False),
         replace(plain, compute="bfloat16"),
@@ -337,14 +340,18 @@ def table(meshes: Sequence[tuple[int, int, int]] = MESHES) -> list[tuple[Case, d
 
 
 def main() -> None:
-    print("mesh  nodes  acc  compute   optimizer  reshard  checkpoint  gradient  momentum  norm     weight   update")
+    titles = (
+        "mesh  nodes  acc  compute   optimizer  reshard  riders  checkpoint  gradient  momentum  norm  weight  update"
+    )
+    print(titles)
     for case, found in table():
         reshard = "always" if dict(case.options).get("reshard_after_forward", True) else "never"
+        riders = "yes" if "riders" in dict(case.options) else "no"
         shown = "  ".join(f"{found[k]:.1e}" for k in ("gradient", "momentum", "norm", "weight", "update"))
         print(
             f"{case.replicas}x{case.shards}   {case.world // case.ranks_per_node:<5}  {case.micros:<3}  "
             f"{case.compute:<9} "
-            f"{case.optimizer:<10} {reshard:<8} {case.checkpointing or 'none':<10}  {shown}"
+            f"{case.optimizer:<10} {reshard:<8} {riders:<7} {case.checkpointing or 'none':<10}  {shown}"
         )
 
 

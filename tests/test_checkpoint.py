@@ -7,9 +7,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import torchtitan_dmuon as dmuon
 from tests import toy
+from tests.parity_table import RIDERS
 from tests.ranks import run_ranks
 from torchtitan_dmuon.checkpoint import load_optimizer_state, optimizer_state
 
@@ -137,3 +139,82 @@ def test_a_missing_state_is_named():
             load_optimizer_state(optimizer, state)
 
     run_ranks(job, 1)
+
+
+# ---- riders: small parameters may change sides between runs ----
+
+
+def build_toy(shape, riders):
+    """The toy with its norms and biases owned as riders or left to FSDP2, and one AdamW for all that is no matrix."""
+    model = toy.make_toy(layers=2)
+    owned = toy.shard(model, toy.mesh_of(*shape), riders=RIDERS if riders else None)
+    optimizer = owned.build_optimizer(MUON, riders=toy.adamw)
+    named = [(n, p) for n, p in model.named_parameters() if p not in owned.parameters]
+    return model, owned, optimizer, named, toy.adamw([p for _, p in named])
+
+
+def train_toy(parts, rank, world, steps):
+    """Four virtual ranks, whatever the world."""
+    model, owned, optimizer, _, rest = parts
+    for step in steps:
+        for virtual in range(rank, 4, world):
+            owned.set_is_last_backward(virtual + world >= 4)
+            (toy.loss_of(model, step, 0, virtual) * world / 4).backward()
+        owned.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        rest.step()
+        rest.zero_grad()
+
+
+def state_of(parts):
+    """Everything, under the keys of TorchTitan's checkpoints."""
+    model, _, optimizer, named, rest = parts
+    for _, p in named:
+        if p not in rest.state:  # as a fresh AdamW would make it
+            zeros = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+            rest.state[p] = {"step": torch.tensor(0.0), **zeros}
+    state = optimizer_state(optimizer)
+    for name, p in named:
+        state |= {f"state.{name}.{key}": value for key, value in rest.state[p].items()}
+        options = {k: v for k, v in rest.param_groups[0].items() if k != "params"}
+        state |= {f"param_groups.{name}.{option}": value for option, value in options.items()}
+    return {"model": model.state_dict(), "optimizer": state}
+
+
+def whole_of(state):
+    flat = {
+        f"{part}.{k}": v for part, values in state.items() for k, v in values.items() if isinstance(v, torch.Tensor)
+    }
+    return {k: v.full_tensor().clone() if isinstance(v, DTensor) else v.clone() for k, v in flat.items()}
+
+
+def save_toy(rank, world, shape, riders, path):
+    parts = build_toy(shape, riders)
+    train_toy(parts, rank, world, range(2))
+    dcp.save(state_of(parts), checkpoint_id=path)
+    saved = whole_of(state_of(parts))
+    train_toy(parts, rank, world, range(2, 4))
+    return saved, whole_of(state_of(parts))
+
+
+def load_toy(rank, world, shape, riders, path):
+    parts = build_toy(shape, riders)
+    state = state_of(parts)
+    dcp.load(state, checkpoint_id=path)
+    parts[0].load_state_dict(state["model"], strict=False)
+    load_optimizer_state(parts[2], state["optimizer"])
+    loaded = whole_of(state_of(parts))
+    train_toy(parts, rank, world, range(2, 4))
+    return loaded, whole_of(state_of(parts))
+
+
+@pytest.mark.parametrize("riders", [True, False], ids=["saved with riders", "saved without"])
+def test_riders_and_fsdp2_read_each_others_checkpoints(tmp_path, riders):
+    path = str(tmp_path / "step-2")
+    saved, reference = merged(run_ranks(save_toy, 4, (2, 2), riders, path))
+    loaded, resumed = merged(run_ranks(load_toy, 2, (1, 2), not riders, path))
+    assert loaded.keys() == saved.keys() == reference.keys() == resumed.keys()
+    assert sum(".norm1." in k for k in saved) == 2 * 4  # weight, step and two moments, in each layer
+    assert [k for k in saved if not torch.equal(saved[k], loaded[k])] == []
+    far = [k for k, v in reference.items() if (v - resumed[k]).norm() > 1e-5 * v.norm()]
+    assert far == []

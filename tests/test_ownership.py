@@ -69,6 +69,7 @@ def problems(draw) -> tuple[list[Piece], MeshSpec, dict[str, int]]:
     if draw(st.booleans()):
         specs.append(OwnedSpec("experts", (draw(st.integers(1, 9)), 8, 4), MatrixLayout(2, (3, 1))))
     shard, replicas = draw(st.sampled_from([1, 2, 3, 4, 8])), draw(st.integers(1, 6))
+    specs += [OwnedSpec(f"norm{i}", (size,), rider=True) for i, size in enumerate(draw(st.lists(st.integers(1, 40))))]
     pieces = [p for s in specs for p in s.pieces()]
     units = {p.key: draw(st.integers(0, 4)) for p in pieces}
     return pieces, MeshSpec(shard * replicas, shard, draw(st.sampled_from([1, 2, 3, 4, 8]))), units
@@ -86,7 +87,12 @@ def test_any_plan_is_whole_within_bounds_and_independent_of_input_order(problem,
     assert all(p in plan.pieces_of(plan.owner_of(p.key)) for p in pieces)
     cost = CostModel()
     assert list(plan.loads()) == [sum(cost.cost(p) for p in plan.pieces_of(rank)) for rank in range(n)]
-    assert sum(plan.owner_bytes()) == 12 * sum(p.numel for p in pieces)
+    assert sum(plan.owner_bytes()) == sum(p.numel * (16 if p.rider else 12) for p in pieces)
+    # Riders move no matrix, and add no owner (hence no message) to a unit that has matrices.
+    bare = assign([p for p in pieces if not p.rider], mesh, unit_of=units, **options)
+    assert all(bare.owner_of(p.key) == plan.owner_of(p.key) for p in bare.pieces)
+    with_matrix = set(bare.units)
+    assert set(zip(bare.units, bare.owners)) == {p for p in zip(plan.units, plan.owners) if p[0] in with_matrix}
     assert plan.lower_bound <= plan.largest_cost
     assert plan.mean_cost <= plan.lower_bound
     if balance == "cost":  # what longest-first guarantees: (4/3 - 1/3n) of the optimum, so at most mean + largest piece
@@ -445,6 +451,7 @@ BASE = {"pieces": SMALL, "mesh": MeshSpec(4, 2, 2)}
         ({"pieces": [SMALL[0]]}, "b[000000]: shape [6, 4] here, absent there"),
         ({"pieces": [*SMALL, Piece("c", 0, 1, (1, 1))]}, "c[000000]: absent here, shape [1, 1] there"),
         ({"pieces": [SMALL[0], Piece("b", 0, 6, (6, 5), SMALL[1].layout)]}, "b[000000]: shape [6, 4] against [6, 5]"),
+        ({"pieces": [SMALL[0], replace(SMALL[1], rider=True)]}, "b[000000]: rider False against True"),
         ({"pieces": [SMALL[0], Piece("b", 0, 6, (6, 4))]}, "b[000000]: rows [4, 2] against []"),
         (
             {"pieces": [SMALL[0], Piece("b", 0, 6, (6, 4), MatrixLayout(2, (2, 1)))]},

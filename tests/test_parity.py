@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from .parity_table import MESHES, Case, NotEqual, cases_of, check, check_equal, run_cases
+from .parity_table import MESHES, RIDERS, Case, NotEqual, cases_of, check, check_equal, run_cases
 
 QUAD = (2, 2, 2)
 
@@ -22,10 +22,10 @@ def test_every_mesh_equals_one_process(mesh: tuple[int, int, int]) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        Case(3, 1, 2),
+        Case(3, 1, 2).but(riders=RIDERS),
         Case(1, 3, 2).but(holders="node"),
         Case(2, 2, 1).but(holders="node"),
-        Case(2, 2, 2, micros=2).but(ownership="replica"),
+        Case(2, 2, 2, micros=2).but(ownership="replica", riders=RIDERS),
         Case(1, 1, 1),
     ],
     ids=lambda c: f"{c.replicas}x{c.shards} {c.ranks_per_node} a node {dict(c.options)}",
@@ -36,7 +36,7 @@ def test_other_node_shapes_equal_one_process(case: Case) -> None:
 
 
 def test_bit_equal_across_routes_holders_order_of_publish_prefetch_and_plans() -> None:
-    base = Case(*QUAD, steps=3, micros=2)
+    base = Case(*QUAD, steps=3, micros=2).but(riders=RIDERS)
     variants = [
         base.but(routing="flat"),
         base.but(holders="node"),
@@ -69,6 +69,7 @@ FAULTS = {
     "one matrix skipped": 1,
     "fused q, k, v as one matrix": 1,
     "divided by the world size once more": 1,
+    "one rider skipped": 1,
     "one micro-batch dropped": 3,
     "one unit not published": 1,
 }
@@ -76,7 +77,7 @@ FAULTS = {
 
 def test_planted_faults_are_seen() -> None:
     sound = {micros: Case(*QUAD, micros=micros, steps=3) for micros in (1, 3)}
-    faulty = [replace(sound[micros], fault=fault) for fault, micros in FAULTS.items()]
+    faulty = [replace(sound[micros], fault=fault).but(riders=RIDERS) for fault, micros in FAULTS.items()]
     outcomes = run_cases([*sound.values(), *faulty])
     for case, outcome in zip(sound.values(), outcomes):
         check(case, outcome)

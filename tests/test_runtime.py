@@ -10,6 +10,7 @@ import functools
 import gc
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -112,8 +113,8 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 def _count_ns(rank: int, world: int) -> tuple[int, int, int, int]:
     model = toy.make_toy()
-    owned = toy.shard(model, toy.mesh_of(2, 2), ranks_per_node=2)
-    matrix = owned.build_optimizer(functools.partial(make_muon, batch_bytes=2**20))
+    owned = toy.shard(model, toy.mesh_of(2, 2), ranks_per_node=2, riders=r"norm\d|bias")
+    matrix = owned.build_optimizer(functools.partial(make_muon, batch_bytes=2**20), riders=toy.adamw)
     calls = 0
     orthogonalize = muon.orthogonalize
 
@@ -139,7 +140,7 @@ def _count_ns(rank: int, world: int) -> tuple[int, int, int, int]:
         with FlopCounterMode(display=False) as counter:
             matrix.step()
     settings = muon.settings_of(matrix.param_groups[0])
-    pieces = [(p.shape, p.layout) for p in owned.plan.pieces]
+    pieces = [(p.shape, p.layout) for p in owned.plan.pieces if not p.rider]
     formula = muon.muon_flops(pieces, settings)
     matrices = sum(len(p.matrices()) for p in owned.plan.pieces)
     owned.close()
@@ -728,3 +729,33 @@ def _hangs(rank: int, world: int) -> None:
 def test_a_hang_would_be_seen() -> None:
     with pytest.raises(RankFailed, match="still ran"):
         run_ranks(_hangs, 2, limit=3)
+
+
+# ---- riders ----
+
+
+def _fsdp_collectives(rank: int, world: int, riders: str | None) -> Counter[str]:
+    """What FSDP2 itself sends in one forward and backward, with blocks given to `fully_shard` as TorchTitan does."""
+    model = toy.make_toy()
+    owned = toy.shard(model, toy.mesh_of(2, 2), ranks_per_node=2, riders=riders)
+    toy.loss_of(model, 0, 0, rank).backward()  # the first pass learns the order
+    owned.engine.drop_gradients()
+    seen: list[str] = []
+
+    class Watch(TorchDispatchMode):  # sees this thread alone: not the lanes' messages
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.namespace == "c10d":
+                seen.append(func.__name__.partition(".")[0].strip("_"))
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        toy.loss_of(model, 1, 0, rank).backward()
+    owned.close()
+    return Counter(seen)
+
+
+def test_fsdp2_sends_nothing_for_blocks_whose_small_parameters_ride() -> None:
+    without, with_ = (run_ranks(_fsdp_collectives, 4, r, ranks_per_node=2)[0] for r in (None, r"norm\d|bias"))
+    alone = {"allgather_base": 1, "reduce_scatter_base": 1, "allreduce": 1}  # embedding, last norm and head
+    assert with_ == alone
+    assert without == {"allgather_base": 1 + 2 * 3, "reduce_scatter_base": 1 + 3, "allreduce": 1 + 3}

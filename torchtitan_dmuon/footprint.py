@@ -160,6 +160,7 @@ def _owned_memory(
     weights_W = sum((MASTER_BYTES * m + c * h for m, h in zip(mastered, held)), zero_W)
     weights_W = weights_W + round(MASTER_BYTES * sum(shard))
     state_W = options.momentum_bytes * sum(mastered, zero_W) + round(ADAM_STATE_BYTES * sum(shard))
+    state_W = state_W + (ADAM_STATE_BYTES - options.momentum_bytes) * _rider_elements(topology, groups)
     base_W = weights_W + state_W
 
     def gathered(lo: int, hi: int) -> int:
@@ -226,6 +227,20 @@ def _workspace(topology: Topology, groups: Sequence[Group], options: Options) ->
         by_place = most_W.view(topology.replicas, topology.shard_size).amax(0)
         most_W = by_place.repeat(topology.replicas)
     return most_W
+
+
+def _rider_elements(topology: Topology, groups: Sequence[Group]) -> torch.Tensor:
+    """Elements of riders that each rank [W] updates."""
+    riders_W = torch.zeros(topology.world, dtype=torch.int64)
+    for group in groups:
+        riders = [p for p in group.pieces if p.rider]
+        if group.layout is not None and riders:
+            root_at = _root_finder(group.layout)
+            for piece in riders:
+                riders_W[root_at(piece.key)] += piece.numel
+    if topology.ownership == "replica":
+        riders_W = riders_W.view(topology.replicas, topology.shard_size).sum(0).repeat(topology.replicas)
+    return riders_W
 
 
 def _root_finder(layout: UnitLayout) -> Callable[[str], int]:

@@ -57,9 +57,7 @@ class MatrixLayout:
             )
 
     def shapes(self, shape_MN: Sequence[int]) -> tuple[tuple[int, int], ...]:
-        """(rows, columns) of each matrix of a tensor of this shape; none for :data:`RIDER`."""
-        if self == RIDER:
-            return ()
+        """(rows, columns) of each matrix of a tensor of this shape."""
         m, n = shape_MN
         return tuple((self.groups * r, n) for r in self.rows) if self.rows else ((m, n),)
 
@@ -82,20 +80,20 @@ class MatrixLayout:
 
 
 WHOLE = MatrixLayout()
-RIDER = MatrixLayout(groups=0)  # of a parameter of any shape that holds no matrix and travels with those of its unit
 
 
 @dataclass(frozen=True)
 class OwnedSpec:
     """One owned parameter: [M, N], or a stack [E, M, N] whose matrices are its E slices. ``layout`` is of one slice.
-    With the layout :data:`RIDER` the shape is any, and the parameter is one piece."""
+    A ``rider`` has any shape, is one piece and holds no matrix."""
 
     name: str
     shape: tuple[int, ...]
     layout: MatrixLayout = WHOLE
+    rider: bool = False
 
     def __post_init__(self) -> None:
-        if self.is_rider:
+        if self.rider:
             if 0 in self.shape:
                 raise ValueError(f"{self.name}: an owned parameter is not empty, got {self.shape}")
             return
@@ -103,14 +101,10 @@ class OwnedSpec:
             raise ValueError(f"{self.name}: an owned parameter has 2 or 3 non-empty dimensions, got {self.shape}")
         self.layout.validate(self.name, self.shape[-2:])
 
-    @property
-    def is_rider(self) -> bool:
-        return self.layout == RIDER
-
     def pieces(self) -> tuple[Piece, ...]:
         """The whole parameter, or one piece per expert of a stack."""
-        if self.is_rider:
-            return (Piece(self.name, 0, self.shape[0] if self.shape else 1, self.shape, RIDER),)
+        if self.rider:
+            return (Piece(self.name, 0, self.shape[0] if self.shape else 1, self.shape, rider=True),)
         if len(self.shape) == 2:
             return (Piece(self.name, 0, self.shape[0], self.shape, self.layout),)
         return tuple(Piece(self.name, e, e + 1, self.shape[1:], self.layout) for e in range(self.shape[0]))
@@ -126,6 +120,7 @@ class Piece:
     stop: int
     shape: tuple[int, ...]
     layout: MatrixLayout = WHOLE
+    rider: bool = False
 
     @property
     def key(self) -> str:
@@ -136,12 +131,8 @@ class Piece:
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    @property
-    def is_rider(self) -> bool:
-        return self.layout == RIDER
-
     def matrices(self) -> tuple[tuple[int, int], ...]:
-        return self.layout.shapes(self.shape)
+        return () if self.rider else self.layout.shapes(self.shape)
 
 
 def select_names(shapes: Mapping[str, Sequence[int]], pattern: str | re.Pattern[str]) -> list[str]:

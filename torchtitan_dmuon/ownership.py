@@ -79,7 +79,7 @@ class CostModel:
 
     def cost(self, piece: Piece) -> int:
         """Cost of one update of the piece: FLOP equivalents, or picoseconds with measured costs. A rider has none."""
-        if piece.is_rider:
+        if piece.rider:
             return 0
         if self.measured is None:
             flops = sum(self.flops(m, n) for m, n in piece.matrices())
@@ -233,6 +233,7 @@ class OwnershipPlan:
                     "shape": list(p.shape),
                     "groups": p.layout.groups,
                     "rows": list(p.layout.rows),
+                    "rider": p.rider,
                     "unit": unit,
                     "cost": cost,
                     "owner": owner,
@@ -246,8 +247,8 @@ class OwnershipPlan:
         return {
             "world": self.mesh.world,
             "matrices": count_matrices(self.pieces),
-            "pieces": sum(not p.is_rider for p in self.pieces),
-            "riders": sum(p.is_rider for p in self.pieces),
+            "pieces": sum(not p.rider for p in self.pieces),
+            "riders": sum(p.rider for p in self.pieces),
             "largest_cost": self.largest_cost,
             "mean_cost": self.mean_cost,
             "lower_bound": self.lower_bound,
@@ -268,7 +269,14 @@ class OwnershipPlan:
         options, owned = data["options"], data["owned"]
         plan = cls(
             pieces=tuple(
-                Piece(o["name"], o["start"], o["stop"], tuple(o["shape"]), MatrixLayout(o["groups"], tuple(o["rows"])))
+                Piece(
+                    o["name"],
+                    o["start"],
+                    o["stop"],
+                    tuple(o["shape"]),
+                    MatrixLayout(o["groups"], tuple(o["rows"])),
+                    o["rider"],
+                )
                 for o in owned
             ),
             owners=tuple(o["owner"] for o in owned),
@@ -304,7 +312,7 @@ class OwnershipPlan:
         per_piece = [f"{k}: shape {a[k]['shape']} here, absent there" for k in sorted(a.keys() - b.keys())]
         per_piece += [f"{k}: absent here, shape {b[k]['shape']} there" for k in sorted(b.keys() - a.keys())]
         both = sorted(a.keys() & b.keys())
-        inputs = ("stop", "shape", "groups", "rows", "unit", "cost")
+        inputs = ("stop", "shape", "groups", "rows", "rider", "unit", "cost")
         per_piece += [f"{k}: {f} {a[k][f]} against {b[k][f]}" for k in both for f in inputs if a[k][f] != b[k][f]]
         if not lines and not per_piece:
             per_piece = [
@@ -340,7 +348,7 @@ def assign(
     if ownership not in OWNERSHIPS:
         raise ValueError(f"ownership must be one of {', '.join(OWNERSHIPS)}, got {ownership!r}")
     everything = sorted(pieces, key=lambda p: (p.name, p.start))
-    ordered = [p for p in everything if not p.is_rider]
+    ordered = [p for p in everything if not p.rider]
     if not ordered:
         raise ValueError("no pieces to assign: no parameter is owned; check the patterns of the owned parameters")
     for a, b in zip(everything, everything[1:], strict=False):
@@ -384,7 +392,7 @@ def assign(
 
 
 def _bytes(piece: Piece) -> int:
-    return piece.numel * (RIDER_BYTES_PER_ELEMENT if piece.is_rider else OWNER_BYTES_PER_ELEMENT)
+    return piece.numel * (RIDER_BYTES_PER_ELEMENT if piece.rider else OWNER_BYTES_PER_ELEMENT)
 
 
 def _with_riders(
@@ -403,7 +411,7 @@ def _with_riders(
         held[owner] += _bytes(p)
         candidates.setdefault(0 if unit_of is None else unit_of[p.key], set()).add(owner)
     for p in everything:
-        if p.is_rider:
+        if p.rider:
             mine = candidates.get(0 if unit_of is None else unit_of[p.key]) or range(n_owners)
             owner = min(mine, key=lambda rank: (held[rank], rank))
             owner_of[p.key] = owner

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import statistics
 import sys
@@ -102,9 +103,10 @@ def warnings(planned: Planned, flops_per_second: float) -> list[str]:
     plan, topology, weighed = planned.plan, planned.topology, planned.footprint
     found = []
     if plan.idle_owners:
+        pieces = plan.summary()["pieces"]
         found.append(
-            f"{plan.idle_owners} of {plan.n_owners} owners are idle (there are {len(plan.pieces)} pieces): they wait "
-            "for the others' updates"
+            f"{plan.idle_owners} of {plan.n_owners} owners are idle (there are {pieces} pieces): they wait for the "
+            "others' updates"
         )
     if plan.imbalance > UNEVEN:
         lost = 1e3 * seconds_of(planned, plan.largest_cost - plan.mean_cost, flops_per_second)
@@ -200,7 +202,7 @@ def print_tables(planned: Planned, figures: dict[str, Any]) -> None:
     for line in planned.assumed:
         console.print(f"  assumed: {line}", highlight=False, markup=False)
 
-    table = Table(title=f"{figures['matrices']} matrices in {figures['pieces']} pieces")
+    table = Table(title=f"{figures['matrices']} matrices in {figures['pieces']} pieces, {figures['riders']} riders")
     for heading in ("kind", "shape", "matrices of a piece", "pieces", "elements", "share of cost", "update, ms"):
         table.add_column(heading, justify="left" if heading == "kind" else "right", no_wrap=True)
     total = sum(plan.costs)
@@ -210,9 +212,9 @@ def print_tables(planned: Planned, figures: dict[str, Any]) -> None:
         table.add_row(
             row["kind"],
             "x".join(map(str, row["shape"])),
-            inside,
+            inside or "a rider",
             str(row["count"]),
-            f"{row['count'] * row['shape'][0] * row['shape'][1] / 1e9:.3f} G",
+            f"{row['count'] * math.prod(row['shape']) / 1e9:.3f} G",
             f"{row['cost'] * row['count'] / total:.1%}",
             f"{1e3 * seconds_of(planned, row['cost'], figures['flops_per_second']):.2f}",
         )

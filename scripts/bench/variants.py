@@ -26,7 +26,7 @@ from .fsdp import POLICY, Fsdp
 from .model import MATRICES, Model, Settings, batch, make_model, matrices
 
 ADAMW = ("adamw", "adamw_tuned", "adamw_async")
-MUON = ("gather_muon", "dist_muon", "dmuon", "dmuon_flat", "dmuon_sync", "dmuon_node_holders")
+MUON = ("gather_muon", "dist_muon", "dmuon", "dmuon_flat", "dmuon_sync", "dmuon_node_holders", "dmuon_riders")
 NAMES = ADAMW + MUON
 PHASES = ("gather", "reduce", "publish")
 
@@ -142,10 +142,10 @@ class Owned(Variant):
             **options,
         )
         self.fsdp = Fsdp(mesh, "async")
-        # The blocks' norms stay in the model's own group: nothing small and blocking inside a block.
+        # The blocks' norms ride, or stay in the model's own group: nothing small and blocking inside a block.
         self.fsdp.shard(self.model, [self.model.embed, self.model.head], self.owned.parameters)
         matrix = self.owned.build_optimizer(
-            dmuon.Muon, lr=settings.matrix_lr, weight_decay=settings.weight_decay, **_MUON
+            dmuon.Muon, riders=self._adamw, lr=settings.matrix_lr, weight_decay=settings.weight_decay, **_MUON
         )
         ignored = self.owned.parameters
         self.optimizers = [matrix, self._adamw([p for p in self.model.parameters() if p not in ignored])]
@@ -171,6 +171,8 @@ class Owned(Variant):
         mine = self.owned.masters()
         whole = {}
         for piece in self.owned.plan.pieces:
+            if piece.rider:
+                continue
             value = mine[piece.key].clone() if piece.key in mine else torch.empty(piece.shape)
             dist.broadcast(value, self.owned.plan.owner_of(piece.key))
             whole[piece.name] = value
@@ -209,6 +211,7 @@ def make_variant(name: str, settings: Settings, mesh: DeviceMesh) -> Variant:
         "dmuon_flat": {"routing": "flat"},
         "dmuon_sync": {"publish": "sync"},
         "dmuon_node_holders": {"holders": "node"},
+        "dmuon_riders": {"riders": r"\.norm\d\.weight$"},
     }
     return Owned(name, settings, mesh, **options[name])
 

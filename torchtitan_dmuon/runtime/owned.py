@@ -237,7 +237,7 @@ class OwnedMatrices:
     @property
     def riders(self) -> set[str]:
         """Canonical names of the owned parameters that hold no matrix."""
-        return {name for name, (_, param) in self._params.items() if param.spec.is_rider}
+        return {name for name, (_, param) in self._params.items() if param.spec.rider}
 
     @property
     def parameters(self) -> set[nn.Parameter]:
@@ -274,8 +274,8 @@ class OwnedMatrices:
             if index is None:
                 unmatched.append(name)
                 continue
-            group = (others if param.spec.is_rider else matrices)[index]
-            kinds[index].add(param.spec.is_rider)
+            group = (others if param.spec.rider else matrices)[index]
+            kinds[index].add(param.spec.rider)
             for piece in param.pieces:
                 if piece.key in unit.master_of:
                     group["params"].append(unit.master_of[piece.key])
@@ -397,9 +397,9 @@ def root_owners(plan: OwnershipPlan, topology: Topology) -> dict[str, int]:
     turns = dict.fromkeys(range(topology.shard_size), 0)
     roots: dict[str, int] = {}
     in_unit: dict[tuple[int, int], int] = {}
-    rows = sorted(zip(plan.pieces, plan.owners, plan.units, strict=True), key=lambda row: row[0].is_rider)
+    rows = sorted(zip(plan.pieces, plan.owners, plan.units, strict=True), key=lambda row: row[0].rider)
     for piece, index, unit in rows:
-        if piece.is_rider and (unit, index) in in_unit:
+        if piece.rider and (unit, index) in in_unit:
             roots[piece.key] = in_unit[unit, index]
             continue
         roots[piece.key] = turns[index] % topology.replicas * topology.shard_size + index
@@ -450,7 +450,7 @@ def _plan(
     mesh = MeshSpec(topology.world, topology.shard_size, topology.ranks_per_node)
     every = [p for ps in pieces.values() for p in ps]
     plan = assign(every, mesh, balance=balance, ownership=topology.ownership, cost=cost, unit_of=unit_of)
-    riders = sum(p.is_rider for p in every)
+    riders = sum(p.rider for p in every)
     logger.info(
         "%d matrices in %d pieces and %d riders on %d owners, largest load %.3f times the mean",
         count_matrices(every),

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import nn
 
-from ..matrices import RIDER, WHOLE, MatrixLayout, OwnedSpec, canonical_name
+from ..matrices import WHOLE, MatrixLayout, OwnedSpec, canonical_name
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ def select_riders(
     grouped, _ = group_units(model, units, wanted)
     found = {n for _, names in grouped if not owned.isdisjoint(names) for n in names} - owned
     places_of = {n: slots[n][0] for n in slots if n in found}
-    return [OwnedSpec(n, tuple(m._parameters[a].shape), RIDER) for n, (m, a) in places_of.items()]  # type: ignore[union-attr]
+    return [OwnedSpec(n, tuple(m._parameters[a].shape), rider=True) for n, (m, a) in places_of.items()]  # type: ignore[union-attr]
 
 
 def _rule(select: Select) -> Callable[[str, nn.Parameter], bool]:

@@ -80,7 +80,7 @@ class Unit:
         self.owned = [p for key, p in sorted(self.pieces.items()) if self._is_mastered(key)]
         self.master_of = {p.key: nn.Parameter(self.piece_of(self.master, p)) for p in self.owned}
         for piece in self.owned:
-            if not piece.is_rider:
+            if not piece.rider:
                 set_layout(self.master_of[piece.key], piece.layout)
         self.rooted = {p.key for p in self.owned if self._in(layout.rooted(rank), p.key)}
 

@@ -19,7 +19,6 @@ from torchtitan_dmuon.titan.names import is_owned, takes_matrices
 # Legal choices of DMuonConfig that the runtime does not have yet. Take an entry out when its choice is built.
 NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "clip": ("adamw_only", "per_matrix"),
-    "riders": (True,),
 }
 
 
@@ -76,7 +75,10 @@ class DMuonConfig:
     """Also fix the batches of Newton-Schulz, so that bits do not depend on the plan."""
 
     riders: bool = False
-    """Whether small parameters of a unit (norm weights, biases) travel in its buffers instead of FSDP2's."""
+    """
+    Whether small parameters that AdamW updates (norm weights, biases) travel in the buffers of their block's matrices,
+    so that FSDP2 has nothing to gather there.
+    """
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

@@ -1,4 +1,4 @@
-"""Which parameters of TorchTitan's models are matrices, and how fused ones fall apart.
+"""Which parameters of TorchTitan's models are matrices or ride with them, and how fused ones fall apart.
 
 Decides by the module that holds a parameter, never by guessing from its shape. Keeps: what is not known to be a matrix
 is refused, naming it. Read in torchtitan 0.3.0.
@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from torchtitan_dmuon.matrices import WHOLE, MatrixLayout, OwnedSpec, canonical_name
+from torchtitan_dmuon.runtime.selection import parameter_slots, select_riders
 from torchtitan_dmuon.titan.config import ConfigError, assign_parameters
 from torchtitan_dmuon.titan.names import is_owned
 
@@ -40,11 +41,41 @@ def owned_specs(model: nn.Module, names: Iterable[str]) -> list[OwnedSpec]:
 
 
 def dmuon_specs(config: Any, model: nn.Module) -> list[OwnedSpec]:
-    """The specs of what a Trainer.Config's groups give to owners: the rule of training and of plans."""
+    """The specs of what a Trainer.Config's groups give to owners, and of the riders: the rule of training and of plans.
+    ``model`` is not parallelized yet."""
     shapes = {canonical_name(n): tuple(p.shape) for n, p in model.named_parameters() if p.requires_grad}
     groups = config.optimizer.param_groups
-    taken = assign_parameters(shapes, [(g.pattern, g.optimizer_name) for g in groups])
-    return owned_specs(model, [n for g, mine in zip(groups, taken.groups) if is_owned(g.optimizer_name) for n in mine])
+    taken = assign_parameters(shapes, [(g.pattern, g.optimizer_name) for g in groups]).groups
+    names: dict[str, list[str]] = {}
+    for group, mine in zip(groups, taken, strict=True):
+        names.setdefault(group.optimizer_name, []).extend(mine)
+    specs = owned_specs(model, [n for optimizer, mine in names.items() if is_owned(optimizer) for n in mine])
+    if not config.dmuon.riders:
+        return specs
+    slots = parameter_slots(model)
+    # Small parameters that AdamW updates and that have an init function of their own, to be drawn on their owner.
+    small = {n for n in names.get("AdamW", []) if len(shapes[n]) < 2 and has_init(*slots[n][0])}
+    units = list(sharded_modules(model).values())
+    return specs + select_riders(model, slots, specs, units, lambda name, _parameter: name in small)
+
+
+def sharded_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """What TorchTitan's decoders give to `fully_shard`, by name, in forward order: the embedding and each block."""
+    found = {}
+    for name, child in model.named_children():
+        if name == "layers":
+            found.update({f"{name}.{key}": block for key, block in child.named_children()})
+        elif name not in ("norm", "lm_head"):  # these two form one group, after the blocks
+            found[name] = child
+    return found
+
+
+def has_init(module: nn.Module, attribute: str) -> bool:
+    """Whether the module has an init function for this parameter of its own."""
+    from torchtitan.models.common.param_init import skip_param_init
+
+    table = getattr(module, "_param_init", None) or {}
+    return table.get(attribute) not in (None, skip_param_init)
 
 
 def _layout(

@@ -61,19 +61,33 @@ class DMuonOptimizersContainer(OptimizersContainer):
         model: nn.Module, param_group_configs: list[ParamGroupConfig], impl_kwargs: dict[str, Any]
     ) -> tuple[dict[str, list[dict[str, Any]]], dict[str, list[str]]]:
         """The stock rule (first match wins) over canonical names, with what a matrix optimizer cannot take left to
-        later groups."""
+        later groups. Riders form groups of "DMuon", after its own, with the options of the group that takes them."""
+        owned = owned_of(model)
+        riders = owned.riders if owned is not None else set()
         params = {canonical_name(n): p for n, p in model.named_parameters() if p.requires_grad}
         assignment = assign_parameters(
             {n: tuple(p.shape) for n, p in params.items()}, [(g.pattern, g.optimizer_name) for g in param_group_configs]
         )
         groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
         patterns: dict[str, list[str]] = defaultdict(list)
-        for config, names in zip(param_group_configs, assignment.groups, strict=True):
-            group = {"params": [params[n] for n in names], "param_names": list(names)}
-            # How torch runs its own optimizers ("fused", "foreach") is nothing that others know.
-            impl = {} if takes_matrices(config.optimizer_name) else impl_kwargs
-            groups[config.optimizer_name].append({**group, **impl, **config.optimizer_kwargs})
-            patterns[config.optimizer_name].append(config.pattern)
+        last: list[tuple[dict[str, Any], str]] = []
+        for config, taken in zip(param_group_configs, assignment.groups, strict=True):
+            for names in ([n for n in taken if n not in riders], [n for n in taken if n in riders]):
+                if not names:
+                    continue
+                group = {"params": [params[n] for n in names], "param_names": names}
+                # How torch runs its own optimizers ("fused", "foreach") is nothing that others know.
+                group |= {} if takes_matrices(config.optimizer_name) else impl_kwargs
+                group |= config.optimizer_kwargs
+                if riders.issuperset(names):
+                    last.append((group, f"{config.pattern}, riders"))
+                else:
+                    groups[config.optimizer_name].append(group)
+                    patterns[config.optimizer_name].append(config.pattern)
+        for group, pattern in last:
+            name = next(filter(is_owned, groups))
+            groups[name].append(group)
+            patterns[name].append(pattern)
         if assignment.fell_through:
             names = [n for n, _ in assignment.fell_through]
             logger.info(
@@ -95,11 +109,16 @@ class DMuonOptimizersContainer(OptimizersContainer):
         table = dmuon_config_of(self._model)
         if cls is Muon and table is not None and table.deterministic:  # what else is in a batch can change bits
             kwargs["batch_bytes"] = 0
-        options, once = separated(cls, [_options_of(g) for g in groups])
-        rules = [(set(g["param_names"]).__contains__, option) for g, option in zip(groups, options, strict=True)]
+        riders = [g for g in groups if self.owned.riders.issuperset(g["param_names"])]
+        matrices = [g for g in groups if not self.owned.riders.issuperset(g["param_names"])]
+        options, once = separated(cls, [_options_of(g) for g in matrices])
+        options += [_options_of(g) for g in riders]
+        rules = [(set(g["param_names"]).__contains__, o) for g, o in zip(matrices + riders, options, strict=True)]
         # Learning rates are logged by the name of the class: "lr/DMuon", "lr/OwnedSOAP".
         shown = type("DMuon" if cls is Muon else f"Owned{cls.__name__}", (OwnedOptimizer,), {})
-        return self.owned.build_optimizer(cls, groups=rules, optimizer_cls=shown, **{**once, **kwargs})
+        return self.owned.build_optimizer(
+            cls, groups=rules, riders=torch.optim.AdamW, optimizer_cls=shown, **{**once, **kwargs}
+        )
 
     def _build_gathering(self, groups: list[dict[str, Any]], **kwargs: Any) -> Any:
         for group in groups:
@@ -165,16 +184,18 @@ def _options_of(group: dict[str, Any]) -> dict[str, Any]:
 
 def describe_optimizer(optimizer: torch.optim.Optimizer, owned: OwnedMatrices | None) -> list[str]:
     """What an optimizer has in the whole cluster: parameters, matrices, elements, NS FLOPs of a step."""
-    name = type(optimizer).__name__
+    name, ride = type(optimizer).__name__, ""
     if isinstance(optimizer, OwnedOptimizer):
         assert owned is not None
-        pieces = list(owned.plan.pieces)
+        pieces = [p for p in owned.plan.pieces if not p.rider]
         matrices = [m for p in pieces for m in p.matrices()]
-        count, elements = len(owned.names), sum(p.numel for p in pieces)
-        if not isinstance(optimizer.inner, Muon):
+        count, elements = len(owned.names) - len(owned.riders), sum(p.numel for p in pieces)
+        if owned.riders:
+            ride = f"; {len(owned.riders)} small parameters ride with them, updated by AdamW on their owners"
+        if not isinstance(optimizer.inners[0], Muon):
             fused = sum(len(p.matrices()) > 1 for p in pieces)
             whole = f"; {fused} fused weights are updated as one matrix each" if fused else ""
-            return [f"{name}: {count} parameters in {len(pieces)} pieces, {elements:,} elements{whole}"]
+            return [f"{name}: {count} parameters in {len(pieces)} pieces, {elements:,} elements{whole}{ride}"]
         settings = settings_of(optimizer.param_groups[0])
     elif isinstance(optimizer, GatherMuon):
         params = [p for g in optimizer.param_groups for p in g["params"]]
@@ -191,5 +212,5 @@ def describe_optimizer(optimizer: torch.optim.Optimizer, owned: OwnedMatrices | 
     work = sum(flops(m, n, settings, "cpu" if on_cpu() else "cuda") for m, n in matrices)
     return [
         f"{name}: {count} parameters, {len(matrices)} matrices, {elements:,} elements, "
-        f"{work / 1e9:,.1f} GFLOP of Newton-Schulz per step"
+        f"{work / 1e9:,.1f} GFLOP of Newton-Schulz per step{ride}"
     ]

@@ -23,7 +23,7 @@ from torchtitan_dmuon.runtime.owned import OwnedMatrices, RankGrid, own_matrices
 from torchtitan_dmuon.titan import seams
 from torchtitan_dmuon.titan.config import DMuonConfig, owned_group
 from torchtitan_dmuon.titan.initialization import draw_rows
-from torchtitan_dmuon.titan.models import dmuon_specs
+from torchtitan_dmuon.titan.models import dmuon_specs, has_init
 
 _ATTRIBUTE = "_dmuon_owned"  # where the optimizer container, which is built from the model alone, finds it
 
@@ -116,13 +116,11 @@ def cost_model(config: Any, device_type: str) -> CostModel:
 
 def _route_init(owned: OwnedMatrices, seed: int) -> None:
     """Owned parameters are drawn on their owners, by their own init functions, wherever `init_states` runs."""
-    from torchtitan.models.common.param_init import skip_param_init
-
     for param in owned.owned_parameters():
         module, attribute = param.slots[0]
-        table = module._param_init
-        if table is None or table.get(attribute) in (None, skip_param_init):
+        if not has_init(module, attribute):
             raise RuntimeError(f"{param.name}: {type(module).__qualname__} has no init function for it")
+        table: Any = module._param_init
         init = getattr(table[attribute], "original", table[attribute])
 
         def place(_placeholder: torch.Tensor, param: Any = param, init: Any = init) -> None:

@@ -26,7 +26,7 @@ from torchtitan_dmuon.runtime.owned import root_owners
 from torchtitan_dmuon.runtime.selection import group_units, parameter_slots
 from torchtitan_dmuon.titan import checks
 from torchtitan_dmuon.titan.config import ConfigError, owned_group, uses_dmuon
-from torchtitan_dmuon.titan.models import dmuon_specs
+from torchtitan_dmuon.titan.models import dmuon_specs, sharded_modules
 from torchtitan_dmuon.titan.names import optimizer_class
 from torchtitan_dmuon.titan.parallelize import cost_model
 from torchtitan_dmuon.topology import Topology, UnitLayout
@@ -115,7 +115,7 @@ def make_plan(
         )
     slots = parameter_slots(model)
     chosen = {spec.name: slots[spec.name] for spec in specs}
-    modules = _sharded_modules(model)
+    modules = sharded_modules(model)
     grouped, _ = group_units(model, list(modules.values()), chosen)
     by_name = {spec.name: spec for spec in specs}
     unit_of = {p.key: i for i, (_, names) in enumerate(grouped) for n in names for p in by_name[n].pieces()}
@@ -201,17 +201,6 @@ def _state_bytes(config: Any) -> int:
     tensors = tree_leaves(dict(optimizer.state[param]))
     total = sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor) and t.ndim > 0)
     return -(-total // param.numel())
-
-
-def _sharded_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """What TorchTitan's decoders give to `fully_shard`, by name, in forward order: the embedding and each block."""
-    found = {}
-    for name, child in model.named_children():
-        if name == "layers":
-            found.update({f"{name}.{key}": block for key, block in child.named_children()})
-        elif name not in ("norm", "lm_head"):  # these two form one group, after the blocks
-            found[name] = child
-    return found
 
 
 def _groups(

@@ -103,8 +103,8 @@ class DMuonTrainer(Trainer):
             f.write(owned.plan.to_json())
         plan = owned.plan.summary()
         logger.info(
-            f"ownership plan: {plan['matrices']} matrices in {plan['pieces']} pieces, largest owner "
-            f"{plan['imbalance']:.3f} times the mean, {plan['idle_owners']} idle owners; saved in {path}"
+            f"ownership plan: {plan['matrices']} matrices in {plan['pieces']} pieces, {plan['riders']} riders, largest "
+            f"owner {plan['imbalance']:.3f} times the mean, {plan['idle_owners']} idle owners; saved in {path}"
         )
 
 
