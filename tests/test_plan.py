@@ -145,16 +145,18 @@ def folder(tmp_path_factory) -> pathlib.Path:
 def _rest_bytes(made) -> tuple[str, int]:
     owned = made.owned
     ranges = [t for u in owned.engine.units for t in (*u.held.values(), *u.master.values())]
-    momenta = [v for k, v in titan_runs.masters(made).items() if k.startswith("momentum:")]
-    return owned.plan.to_json(), sum(t.numel() * t.element_size() for t in (*ranges, *momenta))
+    states = [t for s in made.optimizers.owned_optimizer.state.values() for t in s.values()]
+    return owned.plan.to_json(), sum(t.numel() * t.element_size() for t in (*ranges, *states))
 
 
-def test_a_training_run_has_this_plan_and_these_bytes(folder) -> None:
-    flags = ("--training.steps", "2", "--metrics.enable_tensorboard")
+@pytest.mark.parametrize("riders", ["--dmuon.riders", "--dmuon.no-riders"])
+def test_a_training_run_has_this_plan_and_these_bytes(folder, riders) -> None:
+    flags = ("--training.steps", "2", "--metrics.enable_tensorboard", riders)
     results = titan_runs.train(folder, "DMuon", 4, *flags, ranks_per_node=2, after=_rest_bytes)
     mesh = [f"--parallelism.data_parallel_{axis}_degree=2" for axis in ("replicate", "shard")]
-    run = toml_config.parse(["--config", str(folder / "DMuon.toml"), *mesh])
+    run = toml_config.parse(["--config", str(folder / "DMuon.toml"), *mesh, riders])
     planned = make_plan(run.config, 4, 2, device_type="cpu")
+    assert planned.plan.summary()["riders"] == (12 if riders == "--dmuon.riders" else 0)
     trained = OwnershipPlan.from_json(results[0]["after"][0])
     assert planned.plan.difference(trained) == [] and planned.plan.digest == trained.digest
 

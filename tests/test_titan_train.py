@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from tests import titan_runs
 from tests.titan_runs import masters, train
@@ -50,9 +51,7 @@ def test_resuming_repeats_losses_digit_for_digit_and_momentum_bit_for_bit(folder
 
 
 def test_a_checkpoint_has_one_key_per_parameter(folder, dmuon):
-    from torch.distributed.checkpoint import FileSystemReader
-
-    reader = FileSystemReader(folder / "DMuon" / "checkpoint" / "step-10")
+    reader = dcp.FileSystemReader(folder / "DMuon" / "checkpoint" / "step-10")
     metadata = reader.read_metadata().state_dict_metadata
     weights = [k for k in metadata if k.startswith("layers.") and k.endswith(".weight")]
     # 6 layers: wq, wk, wv, wo, w1, w2, w3 and two norms; the fused weight is stored in TorchTitan's layout.
@@ -60,6 +59,25 @@ def test_a_checkpoint_has_one_key_per_parameter(folder, dmuon):
     momenta = [k for k in metadata if k.endswith(".momentum_buffer")]
     assert len(momenta) == 6 * 5 and all(k.startswith("optimizer.state.layers.") for k in momenta)
     assert all(len(metadata[k].chunks) == 1 for k in momenta)
+
+
+def test_riders_continue_a_run_without_them_under_the_same_keys(folder, dmuon, tmp_path):
+    first = folder / "DMuon" / "checkpoint"
+    flags = ("--checkpoint.enable", "--checkpoint.interval", "5", "--checkpoint.no-last_save_model_only")
+    flags += ("--checkpoint.initial_load_path", str(first / "step-5"), "--checkpoint.no-initial_load_model_only")
+    again = train(folder, "DMuon", 4, *flags, "--dump_folder", str(tmp_path), "--dmuon.riders")
+    assert losses(again) == pytest.approx(losses(dmuon)[5:], abs=1e-4)
+    paths = (first / "step-10", tmp_path / "checkpoint" / "step-10")
+    with_out, with_ = (dcp.FileSystemReader(path).read_metadata().state_dict_metadata for path in paths)
+    assert with_out.keys() == with_.keys()
+    small = {k: v.size for k, v in with_out.items() if re.search(r"layers\.\d\.\w+_norm\.weight(\.exp_avg(_sq)?)?$", k)}
+    assert len(small) == 6 * 2 * 3 and all(with_[k].size == size for k, size in small.items())
+    values = []
+    for path in paths:
+        values.append({k: torch.empty(size) for k, size in small.items()})
+        dcp.load(values[-1], checkpoint_id=path, no_dist=True)
+    for key, value in values[0].items():
+        assert (values[1][key] - value).norm() < 1e-3 * value.norm(), key
 
 
 @pytest.mark.parametrize(
