@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -50,9 +51,9 @@ class OwnedOptimizer(torch.optim.Optimizer):
         return [group for each in self.inners for group in each.param_groups]
 
     @property
-    def state(self) -> dict[torch.Tensor, Any]:  # type: ignore[override]
+    def state(self) -> defaultdict[torch.Tensor, Any]:  # type: ignore[override]
         """State of every parameter: a new mapping of the inner optimizers' own values."""
-        return {p: state for each in self.inners for p, state in each.state.items()}
+        return defaultdict(dict, {p: state for each in self.inners for p, state in each.state.items()})
 
     @state.setter
     def state(self, _value: Any) -> None:
