@@ -61,7 +61,8 @@ class DMuonOptimizersContainer(OptimizersContainer):
         model: nn.Module, param_group_configs: list[ParamGroupConfig], impl_kwargs: dict[str, Any]
     ) -> tuple[dict[str, list[dict[str, Any]]], dict[str, list[str]]]:
         """The stock rule (first match wins) over canonical names, with what a matrix optimizer cannot take left to
-        later groups. Riders form groups of "DMuon", after its own, with the options of the group that takes them."""
+        later groups. Riders form groups of the owned optimizer, after its own, with the options of the group that takes
+        them."""
         owned = owned_of(model)
         riders = owned.riders if owned is not None else set()
         params = {canonical_name(n): p for n, p in model.named_parameters() if p.requires_grad}
