@@ -16,6 +16,7 @@ import torch
 
 from ..topology import Topology
 from .lanes import Exposure, Lane, Ticket, make_lane
+from .order_check import OrderCheck
 from .schedule import GatherOrder, ReduceQueue, agreed_sequence
 from .transport import PHASES, Transport
 from .unit import Ranges, Unit, slice_of
@@ -55,17 +56,20 @@ class Engine:
         self.exposure = Exposure(device)
         self.sent = transport.sent
         self._lanes: dict[str, Lane] = {p: make_lane(p, device) for p in PHASES}
+        self._order_check = OrderCheck(control, rank)
         self._contributions: deque[Ticket] = deque()
         self._unfinished: set[int] = set()  # units with partial sums that have not been through level 2
         self._reduced: set[int] = set()  # units with gradients since the last step
         self._norm: torch.Tensor | None = None  # of the gradients as reduced, if a clip has taken it
         self._finite: bool | None = None  # the answer, once read from the device
-        self.is_busy: Callable[[Unit], bool] = lambda unit: False  # replaced by the hooks
+        self.is_busy: Callable[[Unit], bool] = lambda unit: False  # these two are replaced by the hooks
+        self.gets_no_gradient: Callable[[Unit], bool] = lambda unit: False
         self._enclosing = frozenset(enclosing)
         forward = [u.index for u in units]
         backward = [*enclosing, *(i for i in reversed(forward) if i not in enclosing)]
         self.forward_order = GatherOrder(prefetch, self._gather, self._release, forward)
-        self.backward_order = GatherOrder(prefetch, self._gather, self._release, backward)
+        self.backward_order = GatherOrder(prefetch, self._gather_in_backward, self._skip_in_backward, backward)
+        self._prefetch = prefetch
         self._agreed = False
         self._reduces = ReduceQueue(self._issue_reduce)
 
@@ -79,7 +83,8 @@ class Engine:
 
     def backward_begins(self) -> None:
         self.backward_order.begin()
-        self._reduces.set_order(self.reduce_order())
+        reduces = [i for i in self.reduce_order() if self.units[i].trainable()]
+        self._reduces.begin(reduces, self.backward_order.sequence, self._prefetch)
 
     def need(self, unit: Unit, in_backward: bool) -> None:
         (self.backward_order if in_backward else self.forward_order).request(unit.index)
@@ -90,14 +95,20 @@ class Engine:
             self._free(unit)
 
     def gradients_ready(self, unit: Unit) -> None:
-        self._reduces.ready(unit.index)
+        if not self._reduces.awaits(unit.index):  # dropping them would be silent
+            raise RuntimeError(
+                f"{unit.name}: gradients arrived after this backward had reduced the unit. Use it inside one reentrant "
+                "checkpoint at most, or checkpoint with use_reentrant=False"
+            )
+        self._reduces.ready([unit.index])
 
     def backward_over(self, any_gradient: bool) -> None:
-        self.backward_order.end()
         if any_gradient:
-            self._reduces.finish()
+            self._reduces.ready(self._reduces.sequence)
         else:  # torch.autograd.grad, or nothing trainable: no rank reduces
             self._reduces.reset()
+        self.backward_order.end()
+        self._reduces.finish()
         self.free_all()
 
     def pass_failed(self) -> None:
@@ -115,7 +126,7 @@ class Engine:
             self.publish_all()
         unit.allocate()
         after = [unit.published] if unit.published is not None else []
-        unit.gathering = self._lanes["gather"].submit(lambda: self._run_gather(unit), after)
+        unit.gathering = self._submit("gather", unit, lambda: self._run_gather(unit), after)
 
     def _run_gather(self, unit: Unit) -> None:
         unit.fill_held()
@@ -147,6 +158,15 @@ class Engine:
         if self.reshard_after_forward and index not in self._enclosing and not self.is_busy(self.units[index]):
             self._free(self.units[index])
 
+    def _gather_in_backward(self, index: int) -> None:
+        self._gather(index)
+        self._reduces.gathered(index)
+
+    def _skip_in_backward(self, index: int) -> None:
+        self._release(index)
+        if self._reduces.awaits(index) and self.gets_no_gradient(self.units[index]):
+            self._reduces.ready([index])
+
     def free_all(self) -> None:
         for unit in self.units:
             self._free(unit)
@@ -162,14 +182,11 @@ class Engine:
 
     def _issue_reduce(self, index: int) -> None:
         unit = self.units[index]
-        if not unit.trainable():
-            return
         while len(self._contributions) >= CONTRIBUTIONS_IN_FLIGHT:
             self.exposure.wait("reduce", self._contributions.popleft())
         contrib = unit.take_gradients()
-        lane = self._lanes["reduce"]
-        lane.borrow(contrib)
-        ticket = lane.submit(lambda: self._reduce_in_node(unit, contrib))
+        self._lanes["reduce"].borrow(contrib)
+        ticket = self._submit("reduce", unit, lambda: self._reduce_in_node(unit, contrib))
         unit.reducing.append(ticket)
         self._contributions.append(ticket)
         self._norm = self._finite = None
@@ -180,9 +197,8 @@ class Engine:
 
     def _issue_between_nodes(self, unit: Unit, after: Ticket) -> None:
         self._unfinished.discard(unit.index)
-        unit.reducing.append(
-            self._lanes["reduce_between_nodes"].submit(lambda: self._reduce_between_nodes(unit), [after])
-        )
+        task = lambda: self._reduce_between_nodes(unit)  # noqa: E731
+        unit.reducing.append(self._submit("reduce_between_nodes", unit, task, [after]))
 
     def _reduce_in_node(self, unit: Unit, contrib: torch.Tensor) -> None:
         """Level 1: contributions to their collector; sums of several micro-batches add up."""
@@ -227,6 +243,7 @@ class Engine:
                 self.exposure.wait("reduce", ticket)
             unit.reducing.clear()
         self._contributions.clear()
+        self._order_check.compare()
         if not self._agreed:
             self._agree_on_order()
         if self._finite is None:
@@ -293,6 +310,8 @@ class Engine:
         kept = ({u.index for u in self.units}, {u.index for u in self.units if u.trainable()})
         for order, seen, keep in zip(orders, zip(*every), kept, strict=True):
             order.set_sequence(agreed_sequence(seen, order.sequence, keep))
+        # Where the last inner unit's output is also the model's, it is asked for first, and the enclosing one with it.
+        self.backward_order.set_sequence(sorted(self.backward_order.sequence, key=lambda u: u not in self._enclosing))
 
     def reduce_order(self) -> list[int]:
         """Units in the reverse of the first forward."""
@@ -311,7 +330,8 @@ class Engine:
         unit.refresh_held()
         if self.topology.ownership == "replica":
             return  # every shard group has an owner of its own
-        unit.published = self._lanes["publish"].submit(lambda: self.transport.spread(unit, unit.held, "publish"))
+        task = lambda: self.transport.spread(unit, unit.held, "publish")  # noqa: E731
+        unit.published = self._submit("publish", unit, task)
 
     def publish_all(self) -> None:
         if self.uninitialized:
@@ -328,6 +348,12 @@ class Engine:
             if unit.published is not None:
                 self.exposure.wait("publish", unit.published)
                 unit.published = None
+
+    # ---- operations ----
+
+    def _submit(self, phase: str, unit: Unit, task: Callable[[], None], after: Sequence[Ticket] = ()) -> Ticket:
+        self._order_check.issue(phase, unit.name)
+        return self._lanes[phase].submit(task, after)
 
     def take_sent(self) -> dict[tuple[str, str], int]:
         """Payload bytes this rank sent since the last call, by (phase, "intra_node" or "inter_node")."""

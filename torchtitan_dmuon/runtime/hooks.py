@@ -146,13 +146,17 @@ class _UnitHooks:
             self.current = None
             self.hooks.engine.done(self.unit, True)
 
+    def reached(self) -> int:
+        """How many of the unit's weights the backward that is running reaches."""
+        # Fetched anew in every backward: a kept accumulation node keeps a stale CUDA stream.
+        nodes = [torch.autograd.graph.get_gradient_edge(p.weight).node for p in self.unit.trainable()]
+        return sum(torch._C._will_engine_execute_node(n) for n in nodes)
+
     def post_accumulate(self) -> None:
         self.touch()
         self.hooks.any_gradient = True
         if self.expected is None:
-            # Fetched anew in every backward: a kept accumulation node keeps a stale CUDA stream.
-            nodes = [torch.autograd.graph.get_gradient_edge(p.weight).node for p in self.unit.trainable()]
-            self.expected = sum(torch._C._will_engine_execute_node(n) for n in nodes)
+            self.expected = self.reached()
         self.seen += 1
         if self.seen == self.expected:
             self.hooks.engine.gradients_ready(self.unit)
@@ -229,6 +233,12 @@ class Hooks:
 
     def is_busy(self, unit: Unit) -> bool:
         return self.by_unit[unit.index].busy
+
+    def gets_no_gradient(self, unit: Unit) -> bool:
+        """Within a backward that has passed the unit by: whether it reaches weights, but none of this unit."""
+        if self.by_unit[unit.index].reached():
+            return False
+        return self.any_gradient or any(state.reached() for state in self.by_unit)
 
     def watch_backward(self) -> None:
         """Queue the final callback once per backward. The callback holds the token, so a backward that raised, and

@@ -212,7 +212,7 @@ class OwnedMatrices:
             enclosing=[index for index, modules in modules_of.items() if model in modules],
         )
         self.hooks = Hooks(self.engine, model, modules_of)
-        self.engine.is_busy = self.hooks.is_busy
+        self.engine.is_busy, self.engine.gets_no_gradient = self.hooks.is_busy, self.hooks.gets_no_gradient
         self._params = {param.name: (unit, param) for unit in units for param in unit.params}
         self._uninitialized = self.engine.uninitialized
         self._uninitialized.update(name for name, old in initial.items() if old.is_meta)

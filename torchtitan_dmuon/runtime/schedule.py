@@ -10,24 +10,25 @@ sequence starts as the declared one and is replaced once by what the first pass 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Sequence
 
 
 class GatherOrder:
     """Turns requests for units into an order of gathers for one kind of pass.
 
-    ``gather(u)`` starts the gather of ``u`` unless it is under way; ``release(u)`` frees a unit nobody asked for;
-    ``declared`` holds every unit.
+    ``gather(u)`` starts the gather of ``u`` unless it is under way; ``skip(u)`` is told of a unit that nobody
+    asked for; ``declared`` holds every unit.
     """
 
     def __init__(
         self,
         prefetch: int,
         gather: Callable[[int], None],
-        release: Callable[[int], None],
+        skip: Callable[[int], None],
         declared: Sequence[int],
     ) -> None:
-        self._prefetch, self._gather, self._release = prefetch, gather, release
+        self._prefetch, self._gather, self._skip = prefetch, gather, skip
         self.observed: list[int] = []  # units of the first complete pass, as this rank asked for them
         self._observing = True
         self._cursor = 0  # the first position not yet requested in this pass
@@ -55,7 +56,7 @@ class GatherOrder:
             return
         for skipped in self.sequence[self._cursor : position]:
             self._gather(skipped)
-            self._release(skipped)
+            self._skip(skipped)
         self._cursor = position + 1
         for ahead in self.sequence[position : self._cursor + self._prefetch]:
             self._gather(ahead)
@@ -65,7 +66,7 @@ class GatherOrder:
         if self._active:
             for skipped in self.sequence[self._cursor :]:
                 self._gather(skipped)
-                self._release(skipped)
+                self._skip(skipped)
             if self.observed:
                 self._observing = False
         self._active = False
@@ -81,32 +82,55 @@ def agreed_sequence(observed: Sequence[Sequence[int]], declared: Sequence[int], 
 
 
 class ReduceQueue:
-    """Issues reduces in one fixed order, from the head, while ready."""
+    """Issues reduces in one fixed order, from the head, while ready; each between the same two gathers on every rank.
+
+    A unit's reduce belongs behind the gathers that were asked for with the unit, and before any further one. A rank
+    that skips the unit waits for those gathers, though its reduce is ready before.
+    """
 
     def __init__(self, issue: Callable[[int], None]) -> None:
         self._issue = issue
-        self.sequence: list[int] = []
-        self._ready: set[int] = set()
-        self._head = 0
+        self.reset()
 
-    def set_order(self, sequence: list[int]) -> None:
-        self.sequence = sequence
+    def begin(self, reduces: Sequence[int], gathers: Sequence[int], prefetch: int) -> None:
+        """A backward begins, which reduces and gathers units in these orders, the same on every rank."""
+        self.reset()
+        self.sequence = list(reduces)
+        self._position = {unit: i for i, unit in enumerate(gathers)}
+        after = (min(self._position.get(u, 0) + 1 + prefetch, len(gathers)) for u in reduces)
+        self._after = list(itertools.accumulate(after, max))  # how many gathers come before each reduce
 
-    def ready(self, unit: int) -> None:
-        self._ready.add(unit)
-        while self._head < len(self.sequence) and self.sequence[self._head] in self._ready:
-            self._advance()
+    def gathered(self, unit: int) -> None:
+        """The gather of ``unit`` has been issued, or was not necessary."""
+        self._gathers = max(self._gathers, self._position.get(unit, -1) + 1)
+        self._advance()
+
+    def awaits(self, unit: int) -> bool:
+        return unit in self.sequence and unit not in self._ready
+
+    def ready(self, units: Collection[int]) -> None:
+        """No further gradient of ``units`` will come."""
+        self._ready.update(units)
+        self._advance()
 
     def finish(self) -> None:
-        """The backward is over: issue the rest, ready or not, and start anew."""
-        while self._head < len(self.sequence):
-            self._advance()
+        """The backward is over: issue the rest, ready or not, and forget it."""
+        self._ready.update(self.sequence)
+        self._gathers = len(self._position)
+        self._advance()
         self.reset()
 
     def reset(self) -> None:
-        self._ready.clear()
-        self._head = 0
+        self.sequence: list[int] = []
+        self._position: dict[int, int] = {}
+        self._after: list[int] = []
+        self._ready: set[int] = set()
+        self._gathers = self._head = 0
 
     def _advance(self) -> None:
-        self._head += 1  # first: issuing may raise
-        self._issue(self.sequence[self._head - 1])
+        while self._head < len(self.sequence):
+            unit = self.sequence[self._head]
+            if unit not in self._ready or self._after[self._head] > self._gathers:
+                return
+            self._head += 1  # first: issuing may raise
+            self._issue(unit)
