@@ -83,7 +83,7 @@ def _reads(rank: int, world: int) -> tuple[list[str], bool]:
     """Which methods read a value on the host in a step with a clip, and whether the unused layer alone kept still."""
     model = tower()
     owned = own(model, 2, 1, per_node=1, transport="collective")
-    matrix = owned.build_optimizer(torch.optim.SGD, lr=0.1, foreach=True)
+    matrix = owned.build_optimizer(torch.optim.SGD, lr=0.1, weight_decay=0.1, foreach=True)
     backward(model, 0, rank)
     matrix.step()  # the first one agrees on an order
     before = masters(owned)
