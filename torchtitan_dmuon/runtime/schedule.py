@@ -90,15 +90,16 @@ class ReduceQueue:
 
     def __init__(self, issue: Callable[[int], None]) -> None:
         self._issue = issue
-        self.reset()
+        self.begin([], [], 0)
 
     def begin(self, reduces: Sequence[int], gathers: Sequence[int], prefetch: int) -> None:
         """A backward begins, which reduces and gathers units in these orders, the same on every rank."""
-        self.reset()
         self.sequence = list(reduces)
         self._position = {unit: i for i, unit in enumerate(gathers)}
         after = (min(self._position.get(u, 0) + 1 + prefetch, len(gathers)) for u in reduces)
         self._after = list(itertools.accumulate(after, max))  # how many gathers come before each reduce
+        self._ready: set[int] = set()
+        self._gathers = self._head = 0
 
     def gathered(self, unit: int) -> None:
         """The gather of ``unit`` has been issued, or was not necessary."""
@@ -121,11 +122,7 @@ class ReduceQueue:
         self.reset()
 
     def reset(self) -> None:
-        self.sequence: list[int] = []
-        self._position: dict[int, int] = {}
-        self._after: list[int] = []
-        self._ready: set[int] = set()
-        self._gathers = self._head = 0
+        self.begin([], [], 0)
 
     def _advance(self) -> None:
         while self._head < len(self.sequence):
