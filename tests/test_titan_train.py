@@ -99,7 +99,9 @@ def test_every_setting_gives_the_same_losses(folder, gather, flags):
 
 def test_owned_adamw_trains_as_adamw_does(folder):
     flags = ("--training.steps", "3", "--metrics.enable_tensorboard")
-    owned = train(folder, "Owned:torch.optim.AdamW", 4, *flags)
+    counts = lambda made: made.optimizers._owned_counts  # noqa: E731  (as logged: of the cluster, not of the rank)
+    owned = train(folder, "Owned:torch.optim.AdamW", 4, *flags, before=counts)
+    assert all(r["before"] == [30] for r in owned)
     mine, stock = losses(owned), losses(train(folder, "AdamW", 4, *flags))
     assert max(abs(a - b) for a, b in zip(mine, stock)) < 1e-4 and mine[-1] < mine[0] - 0.1
     figures = owned[0]["metrics"][-1]

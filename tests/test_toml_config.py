@@ -13,8 +13,9 @@ import tomli_w
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from torchtitan_dmuon import train
 from torchtitan_dmuon.titan import checks, platform, toml_config
-from torchtitan_dmuon.titan.config import NOT_BUILT, ConfigError, DMuonConfig, assign_parameters
+from torchtitan_dmuon.titan.config import ConfigError, DMuonConfig, assign_parameters
 from torchtitan_dmuon.titan.toml_lines import key_lines
 
 platform.prepare()
@@ -404,23 +405,31 @@ def test_a_bad_value_from_the_command_line_is_said_to_be_from_there(write):
     assert message.startswith("command line: --training.global_batch_size: global_batch_size = 6")
 
 
-def test_flags_that_tyro_refuses_end_with_code_2(write, capsys):
-    with pytest.raises(SystemExit) as info:
-        toml_config.parse(["--config", write(""), "--dmuon.prefetch", "-1"])
-    assert info.value.code == 2
-    assert "prefetch = -1: must be at least 0" in capsys.readouterr().err
-    with pytest.raises(SystemExit) as info:
-        toml_config.parse(["--config", write(""), "--dmuon.prefetsh", "1"])
-    assert info.value.code == 2
-    assert "--dmuon.prefetch" in capsys.readouterr().err
+@pytest.fixture
+def one_rank(monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
 
 
-def test_what_is_not_built_is_refused_by_name():
-    for name, values in NOT_BUILT.items():
-        for value in values:
-            with pytest.raises(ConfigError, match=f"{name} = .* is not built yet"):
-                DMuonConfig(**{name: value})
-    assert all(getattr(DMuonConfig(), name) not in values for name, values in NOT_BUILT.items())
+def test_flags_that_tyro_refuses_end_with_code_2_and_one_line(write, capsys, one_rank):
+    cases = {
+        "prefetch -1": "Error parsing dmuon: prefetch = -1: must be at least 0.",
+        "prefetsh 1": "Unrecognized options: --dmuon.prefetsh, 1. Did you mean --dmuon.prefetch?",
+        "routing ring": "invalid choice 'ring' for argument '--dmuon.routing'. Expected one of ('two_level', 'flat').",
+    }
+    for flags, message in cases.items():
+        assert _error(write(""), *f"--dmuon.{flags}".split()) == f"command line: {message}"
+    assert train.main(["--config", write(""), "--dmuon.prefetch", "-1"]) == 2
+    assert capsys.readouterr().err == f"error: command line: {cases['prefetch -1']}\n"
+
+
+def test_torchrun_is_left_the_message_for_its_report(monkeypatch, tmp_path, one_rank):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    assert train.main(["--config", "none.toml"]) == 2
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+    failure = ProcessFailure(0, 1, 2, str(tmp_path / "error.json"))
+    assert failure.message["message"].startswith("error: none.toml: cannot be read")
 
 
 def test_node_holders_need_global_ownership():

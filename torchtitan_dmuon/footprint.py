@@ -19,7 +19,7 @@ import torch
 from .loads import LoadCounter, Loads, Shares
 from .matrices import Piece
 from .muon import DEFAULT_BATCH_BYTES
-from .newton_schulz import NewtonSchulz, workspace_bytes
+from .newton_schulz import NewtonSchulz, compute_dtype, workspace_bytes
 from .runtime.engine import CONTRIBUTIONS_IN_FLIGHT
 from .topology import Topology, UnitLayout
 
@@ -59,9 +59,11 @@ class Options:
     prefetch: int = 1
     micro_batches: int = 1
     defer_reduce: bool = True
-    settings: NewtonSchulz | None = NewtonSchulz()  # None: another rule, which is taken to need two fp32 temporaries
+    settings: NewtonSchulz = NewtonSchulz()
+    is_muon: bool = True  # another rule has no Newton-Schulz and is taken to need two fp32 temporaries
     device_type: str = "cuda"
     batch_bytes: int = DEFAULT_BATCH_BYTES
+    early_update: bool = False  # Newton-Schulz runs during backward, and its results wait for the step
 
 
 @dataclass(frozen=True)
@@ -195,12 +197,18 @@ def _owned_memory(
         level_1_W = torch.stack([received[j] for j in in_flight]).amax(0)
         backward_W = torch.maximum(backward_W, base_W + now + level_1_W + sums_W + earlier_W + tail_W)
     workspace_W = _workspace(topology, groups, options)
+    update_W = zero_W  # scratch of updates that are made during backward, beside what making them needs
+    if options.early_update:
+        itemsize = compute_dtype(options.settings, options.device_type).itemsize
+        update_W = sum((itemsize * m for m in mastered), zero_W)
+        most_W = torch.stack(mastered).amax(0)  # of a unit: the advanced momentum and the clipped gradient
+        backward_W = backward_W + update_W + workspace_W + (options.momentum_bytes + MASTER_BYTES) * most_W
     largest = max((p.numel for g in groups for p in g.pieces), default=0)
     peaks = {
         "init": weights_W + max(c * max(full), MASTER_BYTES * largest),
         "forward": forward_W,
         "backward": backward_W,
-        "step": base_W + MASTER_BYTES * sum(mastered, zero_W) + round(shards) + workspace_W,
+        "step": base_W + MASTER_BYTES * sum(mastered, zero_W) + round(shards) + workspace_W + update_W,
     }
     return base_W, peaks
 
@@ -219,7 +227,7 @@ def _workspace(topology: Topology, groups: Sequence[Group], options: Options) ->
                 count[root, m, n] += 1
         for (root, m, n), number in count.items():
             each = 2 * MASTER_BYTES * m * n
-            if options.settings is not None:
+            if options.is_muon:
                 each += workspace_bytes(m, n, options.settings, options.device_type)
             batch = each * max(1, min(number, options.batch_bytes // each))
             most_W[root] = max(int(most_W[root]), batch)

@@ -52,9 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         code, culprit = _wait(pids)
         if code and culprit > 0:
             lines = Path(logs, f"{culprit}.log").read_text(errors="replace").splitlines()
-            print(
-                f"rank {culprit} ended with code {code}; the end of its log:", *lines[-20:], sep="\n", file=sys.stderr
-            )
+            names = {s.value: s.name for s in signal.Signals}
+            how = f"was ended by {names[code - 128]}" if code - 128 in names else f"ended with code {code}"
+            print(f"rank {culprit} {how}; the end of its log:", *lines[-20:], sep="\n", file=sys.stderr)
     return code
 
 

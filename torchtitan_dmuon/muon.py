@@ -10,8 +10,9 @@ Shape suffixes: M rows, N columns of a matrix; B matrices of a batch.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -114,6 +115,7 @@ class Muon(torch.optim.Optimizer):
             raise ValueError(f"batch_bytes must be an integer >= 0, got {batch_bytes!r}")
         self.batch_bytes = batch_bytes
         self.stats = StepStats()
+        self.prepared: Mapping[torch.Tensor, list[torch.Tensor]] = {}  # of `prepare`, for the next step
         defaults = {
             "lr": lr,
             "weight_decay": weight_decay,
@@ -147,9 +149,10 @@ class Muon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.stats = StepStats()
-        blocks: list[tuple[_BatchKey, _Block]] = []
+        prepared, self.prepared = self.prepared, {}
+        ready: list[tuple[_BatchKey, _Block, torch.Tensor]] = []
+        missing: list[tuple[_BatchKey, _Block]] = []
         for group in self.param_groups:
-            settings = settings_of(group)
             lr = float(group["lr"])  # a tensor rate is read once; on CUDA that waits for it
             for param in group["params"]:
                 if param.grad is None:
@@ -160,17 +163,44 @@ class Muon(torch.optim.Optimizer):
                     )
                 buffer = self._momentum(param, group)
                 _mix_into_(buffer, param.grad, group)
-                layout = layout_of(param)
-                tensors = (param, param.grad, buffer, self._row_moment(param, group))
-                views = (_views(t, layout) for t in tensors if t is not None)
-                for shape_MN, parts in zip(layout.shapes(param.shape), zip(*views)):
-                    key = _BatchKey(shape_MN, settings, param.device, param.grad.dtype)
-                    blocks.append((key, _Block(group, lr, *parts)))
-        for key, block, update_MN in _orthogonalized(blocks, _Block.update_input, self.batch_bytes):
+                blocks = _blocks(group, lr, param, param.grad, buffer, self._row_moment(param, group))
+                if param in prepared:
+                    ready += [(*block, update_MN) for block, update_MN in zip(blocks, prepared[param], strict=True)]
+                else:
+                    missing += blocks
+        for key, block, update_MN in itertools.chain(
+            ready, _orthogonalized(missing, _Block.update_input, self.batch_bytes)
+        ):
             block.apply(update_MN)
             self.stats.ns_calls += 1
             self.stats.ns_flops += flops(*key.shape_MN, key.settings, key.device.type)
         return loss
+
+    @torch.no_grad()
+    def prepare(self, grads: Mapping[torch.Tensor, torch.Tensor]) -> dict[torch.Tensor, list[torch.Tensor]]:
+        """Orthogonalized updates [M, N] of each matrix of these parameters, as a step with these gradients makes them.
+
+        Changes nothing. Put into ``prepared``, they serve the next step, and that one only; a parameter whose gradient
+        or momentum has changed since must not be among them. They take one element of the Newton-Schulz dtype for each
+        of the parameters', and while they are made as much again in the momentum's.
+        """
+        updates: dict[torch.Tensor, list[torch.Tensor]] = {}
+        blocks: list[tuple[_BatchKey, tuple[torch.Tensor, int, _Block]]] = []
+        for group in self.param_groups:
+            for param in (p for p in group["params"] if p in grads):
+                buffer = self.state.get(param, {}).get("momentum_buffer")
+                if buffer is None:
+                    buffer = torch.zeros_like(param, dtype=_momentum_dtype(param, group))
+                else:
+                    buffer = buffer.clone()
+                _mix_into_(buffer, grads[param], group)
+                mine = _blocks(group, 0.0, param, grads[param], buffer, None)
+                blocks += [(key, (param, index, block)) for index, (key, block) in enumerate(mine)]
+                updates[param] = [buffer] * len(mine)  # replaced below
+        made = _orthogonalized(blocks, lambda payload: payload[2].update_input(), self.batch_bytes)
+        for _, (param, index, _), update_MN in made:
+            updates[param][index] = update_MN
+        return updates
 
     def _momentum(self, param: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
         state = self.state[param]
@@ -313,6 +343,23 @@ class _Block:
         else:
             self.param.mul_(1 - decay)
         self.param.add_(update, alpha=-(self.lr * factor))
+
+
+def _blocks(
+    group: dict[str, Any],
+    lr: float,
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    buffer: torch.Tensor,
+    row_moment: torch.Tensor | None,
+) -> list[tuple[_BatchKey, _Block]]:
+    """The matrices of one parameter, in the order of its layout."""
+    layout, settings = layout_of(param), settings_of(group)
+    views = (_views(t, layout) for t in (param, grad, buffer, row_moment) if t is not None)
+    return [
+        (_BatchKey(shape_MN, settings, param.device, grad.dtype), _Block(group, lr, *parts))
+        for shape_MN, parts in zip(layout.shapes(param.shape), zip(*views))
+    ]
 
 
 def _views(tensor_MN: torch.Tensor, layout: MatrixLayout) -> list[torch.Tensor]:

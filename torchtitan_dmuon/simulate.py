@@ -314,7 +314,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "dmuon simulate") -> int
         for world in map(int, args.world.split(",")):
             per_node = args.ranks_per_node or cluster.ranks_per_node
             planned = make_plan(copy.deepcopy(run.config), world, per_node, "cuda", args.flavor, args.pattern)
-            if planned.options.settings is None:
+            if not planned.options.is_muon:
                 raise ConfigError("only DMuon is simulated; choose it as optimizer_name", "optimizer.param_groups")
             results = simulate(planned, cluster, names)
             figures = {name: f for name, (_, f) in results.items()}

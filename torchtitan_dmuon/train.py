@@ -6,6 +6,8 @@ Does not decide anything about training. Keeps: nothing that starts a process gr
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import socket
 import sys
@@ -30,11 +32,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, platform.PlatformError) as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr, flush=True)
+            _tell_torchrun(str(error))
         else:
             time.sleep(_SILENT_RANKS_WAIT_SECONDS)
         return 2
     train(run.config, lines)
     return 0
+
+
+def _tell_torchrun(message: str) -> None:
+    """torchrun ends with code 1 and a report of its own, which shows what a rank left in this file."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        told = {"message": f"error: {message}", "extraInfo": {"timestamp": str(int(time.time()))}}
+        with contextlib.suppress(OSError), open(path, "w") as file:
+            json.dump({"message": told}, file)
 
 
 def _checked(run: toml_config.Run) -> list[str]:

@@ -1,8 +1,8 @@
-"""One gradient norm over owned and FSDP2 parameters, and the clip by it.
+"""One gradient norm over owned and FSDP2 parameters, and what is clipped by which norm.
 
-Decides: how squares are added up. Keeps the clip equal to the one-process clip: owned and FSDP2 gradients carry the
-same scale, every owned piece counts once, and squares are added piece by piece in a fixed order, so the norm does not
-depend on who owns what.
+Decides: how squares are added up, and the factor of each gradient in every mode. Keeps the clip equal to the
+one-process clip: owned and FSDP2 gradients carry the same scale, every owned piece counts once, and squares are added
+piece by piece in a fixed order, so the norm does not depend on who owns what.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from .engine import Engine
 from .parameter import FreedParameter
+
+CLIPS = ("joint", "adamw_only", "per_matrix")
 
 
 def sharded_square(parameters: Iterable[nn.Parameter]) -> torch.Tensor | None:
@@ -32,21 +34,44 @@ def sharded_square(parameters: Iterable[nn.Parameter]) -> torch.Tensor | None:
     return total
 
 
-def clip_joint(engine: Engine, parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
-    """Scale every gradient by min(1, max_norm / (norm + 1e-6)), as torch's `clip_grad_norm_`. Returns the norm before
-    the clip, float32, the same on every rank. A norm that is not finite clips nothing: the step will be skipped."""
-    parameters = list(parameters)
+def piece_scale(grad: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """Factor that clips one gradient by its own norm; a 0-dim tensor."""
+    return torch.clamp(max_norm / (torch.linalg.vector_norm(grad) + 1e-6), max=1.0)
+
+
+def clip_gradients(engine: Engine, parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
+    """Scale gradients by min(1, max_norm / (norm + 1e-6)), as torch's `clip_grad_norm_`. Returns the norm of all of
+    them before the clip, float32, the same on every rank; if it is not finite nothing is clipped: the step is skipped.
+
+    The norm that clips is, with ``engine.clip`` "joint", that of all gradients; with "adamw_only", that of FSDP2's
+    and the riders' gradients, and those of owned matrices stay as they are; with "per_matrix" also, and each of
+    these is clipped by its own.
+    """
+    parameters, mode = list(parameters), engine.clip
+    engine.max_norm = max_norm
     engine.finish_reduces()
-    total = engine.gradient_squares().sum()
+    squares = engine.gradient_squares()
+    total = squares.sum()
     rest = sharded_square(parameters)
     if rest is not None:
         total = total + rest.to(total.device)
     norm = total.sqrt().float()
     engine.set_norm(norm)
-    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0).where(norm.isfinite(), 1.0)  # not read by the host
-    owned = [m.grad for u in engine.units for m in u.master_of.values() if m.grad is not None]
-    if owned:
-        torch._foreach_mul_(owned, scale)
+    finite = norm.isfinite()  # not read by the host
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0).where(finite, 1.0)
+    if mode != "joint":  # riders are AdamW's
+        riders = squares.new_tensor([u.pieces[key].rider for u in engine.units for key in sorted(u.pieces)])
+        others = (squares * riders).sum()
+        others = others if rest is None else others + rest.to(others.device)
+        scale = torch.clamp(max_norm / (others.sqrt().float() + 1e-6), max=1.0).where(finite, 1.0)
+    masters = [(u.pieces[key].rider, m.grad) for u in engine.units for key, m in u.master_of.items()]
+    if mode == "per_matrix":
+        for grad in (grad for rider, grad in masters if grad is not None and not rider):
+            grad.mul_(piece_scale(grad, max_norm).where(finite, 1.0))
+        engine.clipped_to = max_norm
+    together = [grad for rider, grad in masters if grad is not None and (rider or mode == "joint")]
+    if together:
+        torch._foreach_mul_(together, scale)
     grads = [p.grad for p in parameters if not isinstance(p, FreedParameter) and p.grad is not None]
     for grad in grads:
         (grad.to_local() if isinstance(grad, DTensor) else grad).mul_(scale)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -50,7 +51,12 @@ class Engine:
         self.device = device
         self.reshard_after_forward, self.publish_async = reshard_after_forward, publish_async
         self.gradient_divide_factor = gradient_divide_factor
-        self.is_last_backward = True
+        self.is_last_backward = self.step_follows = True
+        # Work on a unit's complete gradient in a lane of its own, during backward; what it returns is scratch.
+        self.early: Callable[[Unit], Any] | None = None
+        self.clip = "joint"  # which norm clips which gradients: see `clip.py`
+        self.max_norm: float | None = None  # of the last clip
+        self.clipped_to: float | None = None  # the norm that each piece has been clipped to since the last reduce
         self.uninitialized: set[str] = set()  # owned parameters that have no values yet
         self.stale = True  # holders' copies differ from the masters: publish before the next gather
         self.exposure = Exposure(device)
@@ -184,6 +190,8 @@ class Engine:
         unit = self.units[index]
         while len(self._contributions) >= CONTRIBUTIONS_IN_FLIGHT:
             self.exposure.wait("reduce", self._contributions.popleft())
+        unit.drop_scratch()
+        self.clipped_to = None
         contrib = unit.take_gradients()
         self._lanes["reduce"].borrow(contrib)
         ticket = self._submit("reduce", unit, lambda: self._reduce_in_node(unit, contrib))
@@ -199,6 +207,9 @@ class Engine:
         self._unfinished.discard(unit.index)
         task = lambda: self._reduce_between_nodes(unit)  # noqa: E731
         unit.reducing.append(self._submit("reduce_between_nodes", unit, task, [after]))
+        if self.early is not None and self.step_follows and unit.owned:
+            early = self.early
+            unit.early = self._early_lane.submit(lambda: early(unit), [unit.reducing[-1]])
 
     def _reduce_in_node(self, unit: Unit, contrib: torch.Tensor) -> None:
         """Level 1: contributions to their collector; sums of several micro-batches add up."""
@@ -242,6 +253,8 @@ class Engine:
             for ticket in unit.reducing:
                 self.exposure.wait("reduce", ticket)
             unit.reducing.clear()
+            if unit.early is not None:  # it reads the gradient, which a clip may change from here on
+                self.exposure.wait("update", unit.early)
         self._contributions.clear()
         self._order_check.compare()
         if not self._agreed:
@@ -256,13 +269,14 @@ class Engine:
         for unit in self.units:
             for ticket in unit.reducing:
                 ticket.wait()
+            unit.drop_scratch()
             unit.drop_gradients()
             for param in unit.params:
                 param.weight.grad = None
         self._contributions.clear()
         self._unfinished.clear()
         self._reduced.clear()
-        self._norm = self._finite = None
+        self._norm = self._finite = self.clipped_to = None
 
     def set_norm(self, norm: torch.Tensor) -> None:
         """The joint norm of the gradients as they are now: tells whether the next step is skipped."""
@@ -360,6 +374,12 @@ class Engine:
         sent = dict(self.sent)
         self.sent.clear()
         return sent
+
+    def update_early(self, early: Callable[[Unit], Any]) -> None:
+        """From now on run ``early(unit)`` when a unit's gradient is complete at its owners and a step follows. Its
+        result is in ``unit.early`` after `finish_reduces`."""
+        self.early = early
+        self._early_lane = self._lanes["update"] = make_lane("update", self.device, high_priority=False)
 
     def close(self) -> None:
         for lane in self._lanes.values():

@@ -49,7 +49,11 @@ class _CpuTicket:
     def wait(self) -> None:
         self._done.wait()
         if self._error is not None:
-            raise RuntimeError(f"communication failed on this rank: {self._error}") from self._error
+            raise RuntimeError(
+                f"communication failed on this rank: {self._error}. All ranks must run the same passes: where this is "
+                "a timeout, look for a rank that died, that skipped a forward or backward, or whose loss reached no "
+                "owned weight while another's did"
+            ) from self._error
 
     def result(self) -> Any:
         self.wait()

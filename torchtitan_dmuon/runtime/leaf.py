@@ -10,6 +10,7 @@ methods `torch.nn.Module` calls for each submodule, and of the root's `zero_grad
 
 from __future__ import annotations
 
+import logging
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,8 @@ import torch
 from torch import nn
 
 from .parameter import OwnedParameter
+
+logger = logging.getLogger(__name__)
 
 
 class MasterStore(Protocol):
@@ -51,6 +54,17 @@ def adapt_leaf(module: nn.Module, owned: dict[str, OwnedParameter], store: Maste
     apply, save, load = module._apply, module._save_to_state_dict, module._load_from_state_dict
 
     def _apply(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        for param in owned.values():
+            dtype = param.placeholder.dtype
+            if (wanted := fn(torch.empty(0, dtype=dtype)).dtype) != dtype:
+                logger.warning(
+                    "%s stays %s where the model is cast to %s: the dtype of owned weights is mp_policy's param_dtype, "
+                    "given to own_matrices",
+                    param.name,
+                    dtype,
+                    wanted,
+                )
+                break
         with _absent(module, attributes):
             return apply(fn, recurse)
 

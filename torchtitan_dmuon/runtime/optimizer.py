@@ -16,7 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..muon import Muon
+from .clip import piece_scale
 from .engine import Engine
+from .unit import Unit
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +49,11 @@ class OwnedOptimizer(torch.optim.Optimizer):
         self.ns_calls = self.ns_flops = 0  # since construction, where an inner optimizer counts them
         self._update_seconds = 0.0
         super().__init__(self._groups(), self.inners[0].defaults)
+        # Where nothing couples the matrices, ours can work ahead of the step.
+        matrices = self.inners[0]
+        self._early = matrices if engine.clip != "joint" and isinstance(matrices, Muon) else None
+        if self._early is not None:
+            engine.update_early(self._prepare)
 
     def _groups(self) -> list[dict[str, Any]]:
         return [group for each in self.inners for group in each.param_groups]
@@ -66,6 +74,27 @@ class OwnedOptimizer(torch.optim.Optimizer):
                 "the groups of an owned optimizer are fixed when it is built: select the parameters then"
             )
         self.param_groups.append(param_group)
+
+    def _prepare(self, unit: Unit) -> tuple[float | None, Any]:
+        """In the engine's lane for early work: the updates of a unit whose gradient is complete, and the norm that they
+        take each piece to be clipped to. Where that is not known yet, nothing."""
+        max_norm = self.engine.max_norm
+        taken = set(self._by_unit[unit.index][0])
+        pieces = {p: piece for piece, p in zip(unit.owned, unit.master_of.values(), strict=True) if p in taken}
+        grads = {p: unit.piece_of(unit.grad, piece) for p, piece in pieces.items()}
+        if self.engine.clip == "per_matrix":
+            if max_norm is None:
+                return None, {}
+            grads = {p: grad * piece_scale(grad, max_norm) for p, grad in grads.items()}
+        assert self._early is not None
+        return max_norm, self._early.prepare(grads)
+
+    def _prepared(self, unit: Unit) -> Any:
+        """What `_prepare` made, if it is of the gradients as they are now."""
+        if unit.early is None:
+            return {}
+        max_norm, updates = unit.early.result()
+        return updates if self.engine.clip == "adamw_only" or self.engine.clipped_to == max_norm else {}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -91,6 +120,8 @@ class OwnedOptimizer(torch.optim.Optimizer):
         begin = time.perf_counter()
         for index in engine.update_order():
             unit = engine.units[index]
+            if self._early is not None:
+                self._early.prepared = self._prepared(unit)
             for inner, params, before in zip(self.inners, self._by_unit[index], options, strict=True):
                 for p in params:
                     p.grad = grads.pop(p)
@@ -132,6 +163,8 @@ class OwnedOptimizer(torch.optim.Optimizer):
         return whole
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for unit in self.engine.units:
+            unit.drop_scratch()  # made from the momentum that goes
         groups = list(state_dict["param_groups"])
         for each in self.inners:
             mine, groups = groups[: len(each.param_groups)], groups[len(each.param_groups) :]

@@ -26,7 +26,7 @@ from ..matrices import MatrixLayout, OwnedSpec, Piece, count_matrices
 from ..ownership import CostModel, MeshSpec, OwnershipPlan, assign
 from ..seeding import stream_seed
 from ..topology import Topology, UnitLayout
-from .clip import clip_joint
+from .clip import CLIPS, clip_gradients
 from .engine import Engine
 from .hooks import Hooks
 from .leaf import adapt_leaf, adapt_root
@@ -77,6 +77,7 @@ def own_matrices(
     holders: str = "shard_group",
     publish: str = "async",
     prefetch: int = 1,
+    clip: str = "joint",
     ranks_per_node: int = 0,
     device: torch.device | str | None = None,
     timeout: datetime.timedelta | None = None,
@@ -101,6 +102,8 @@ def own_matrices(
             the matrices of their unit and are updated on one rank, by `build_optimizer`'s ``riders``. Those that it
             matches in units without a matrix are left to FSDP2. Default: none.
         gradient_divide_factor: what gradients are divided by; default the mesh size, as FSDP2 does. TorchTitan: 1.
+        clip: what `clip_grad_norm_` does: "joint", "adamw_only" or "per_matrix". With the last two nothing couples the
+            matrices, and Newton-Schulz runs during backward, into scratch, once the gradient of a unit is complete.
         ranks_per_node: 0 takes LOCAL_WORLD_SIZE, or the mesh as one node.
         transport: for tests and measurements; see `transport.connect`.
 
@@ -111,7 +114,7 @@ def own_matrices(
     policy = mp_policy or MixedPrecisionPolicy()
     grid = RankGrid.of(mesh)
     topology = _topology(grid, ranks_per_node, routing, holders, ownership)
-    _check_options(publish, prefetch)
+    _check_options(publish, prefetch, clip)
     check_transport(topology, transport)
     slots = parameter_slots(model)
     units = list(units)
@@ -144,6 +147,7 @@ def own_matrices(
         reshard_after_forward=reshard_after_forward,
         publish_async=publish == "async",
         prefetch=prefetch,
+        clip=clip,
         gradient_divide_factor=float(topology.world if gradient_divide_factor is None else gradient_divide_factor),
     )
 
@@ -170,6 +174,7 @@ class OwnedMatrices:
         reshard_after_forward: bool,
         publish_async: bool,
         prefetch: int,
+        clip: str,
         gradient_divide_factor: float,
     ) -> None:
         self.model, self.plan, self.topology, self.rank, self.groups = model, plan, topology, rank, groups
@@ -211,6 +216,8 @@ class OwnedMatrices:
             gradient_divide_factor=gradient_divide_factor,
             enclosing=[index for index, modules in modules_of.items() if model in modules],
         )
+        self.engine.clip = clip
+        self._has_optimizer = False
         self.hooks = Hooks(self.engine, model, modules_of)
         self.engine.is_busy, self.engine.gets_no_gradient = self.hooks.is_busy, self.hooks.gets_no_gradient
         self._params = {param.name: (unit, param) for unit in units for param in unit.params}
@@ -264,6 +271,11 @@ class OwnedMatrices:
         riders, called with the groups of the riders alone, as in
         ``riders=functools.partial(torch.optim.AdamW, lr=3e-4)``. Their groups follow those of the matrices.
         """
+        if self._has_optimizer:
+            raise ValueError(
+                "build_optimizer was called before: one optimizer updates and publishes all owned parameters. Give it "
+                "several groups (groups=...) instead"
+            )
         rules = list(groups) if groups is not None else [(lambda _name: True, {})]
         matrices: list[dict[str, Any]] = [{**options, "params": [], "param_names": []} for _, options in rules]
         others: list[dict[str, Any]] = [{**options, "params": [], "param_names": []} for _, options in rules]
@@ -290,26 +302,47 @@ class OwnedMatrices:
                     "build_optimizer(..., riders=functools.partial(torch.optim.AdamW, lr=3e-4))"
                 )
             inner.append(riders([g for g, kind in zip(others, kinds) if True in kind]))
+        self._has_optimizer = True
         return optimizer_cls(self.engine, inner)
 
     def clip_grad_norm_(self, model: nn.Module, max_norm: float) -> torch.Tensor:
-        """Clip owned and FSDP2 gradients by one joint norm and return it (float32, before the clip). A collective."""
-        return clip_joint(self.engine, model.parameters(), max_norm)
+        """Clip gradients as `own_matrices` was told (`clip`), by default owned and FSDP2's by one joint norm; return
+        the norm of all of them (float32, before the clip). A collective."""
+        return clip_gradients(self.engine, model.parameters(), max_norm)
 
-    def set_is_last_backward(self, value: bool) -> None:
-        """Before a backward: whether the step follows it. Otherwise its sums stay inside each node until the last."""
+    def set_is_last_backward(self, value: bool, step_follows: bool | None = None) -> None:
+        """Before a backward: whether the step follows it. Otherwise its sums stay inside each node until the last.
+        ``step_follows = False`` with a true ``value``: reduce to the owners at once although more backwards come."""
         self.engine.is_last_backward = value
+        self.engine.step_follows = value if step_follows is None else step_follows
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
         """All owned weights in their modules, for reading outside a forward. A collective; gradients are off, since a
-        graph would keep weights that are freed here."""
+        graph would keep weights that are freed here. RuntimeError at the end if a weight was changed: it is a copy."""
         self.engine.gather_all()
         try:
             with torch.no_grad():
                 yield
+                changed = min(filter(None, self.engine.control.all_gather(self._changed())), default=None)
+            if changed is not None:
+                raise RuntimeError(
+                    f"{changed} was changed inside `with owned.gathered():`, which shows copies that are dropped after "
+                    "it. Change the masters instead: owned.fill(name, value_of) or model.load_state_dict, on all ranks"
+                )
         finally:
             self.engine.free_all()
+
+    def _changed(self) -> str | None:
+        """The first gathered weight that is not this rank's master in compute dtype, bit for bit."""
+        for name, (unit, param) in self._params.items():
+            for piece in param.pieces:
+                if piece.key in unit.master_of:
+                    shown = param.weight if param.whole else param.weight[piece.start : piece.stop]
+                    master = unit.master_of[piece.key].to(shown.dtype).view(shown.shape)
+                    if not torch.equal(shown.contiguous().view(torch.uint8), master.contiguous().view(torch.uint8)):
+                        return name
+        return None
 
     @torch.no_grad()
     def initialize(self, init: Callable[[str, torch.Tensor], None], seed: int = 0) -> None:
@@ -425,9 +458,10 @@ def _check_unowned(chosen: Mapping[str, list[tuple[nn.Module, str]]]) -> None:
             raise ValueError(f"{name} is sharded already: call own_matrices before fully_shard")
 
 
-def _check_options(publish: str, prefetch: int) -> None:
-    if publish not in ("async", "sync"):
-        raise ValueError(f"publish = {publish!r}: must be one of 'async', 'sync'")
+def _check_options(publish: str, prefetch: int, clip: str) -> None:
+    for name, value, choices in (("publish", publish, ("async", "sync")), ("clip", clip, CLIPS)):
+        if value not in choices:
+            raise ValueError(f"{name} = {value!r}: must be one of {', '.join(map(repr, choices))}")
     if prefetch < 0:
         raise ValueError(f"prefetch = {prefetch}: must be at least 0")
 

@@ -25,6 +25,12 @@ class FreedParameter(nn.Parameter):
 
     dmuon_name: str
 
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise RuntimeError(
+            f"{self.dmuon_name} has one owner, so a model with owned parameters cannot be copied. Copy it before "
+            "own_matrices, or load its state dict (through DCP) into another model"
+        )
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         name = getattr(func, "__name__", "")

@@ -66,6 +66,8 @@ def select_specs(
         specs.append(OwnedSpec(name, tuple(parameter.shape), layouts[pattern] if pattern else WHOLE))
     if unused := [p for p in layouts if p not in used]:
         raise ValueError(f"layouts: pattern {unused[0]!r} matches no selected parameter")
+    if stacks is not None and not any(len(s.shape) == 3 and re.search(stacks, s.name) for s in specs):
+        raise ValueError(f"stacks = {stacks!r} matches no selected parameter with 3 dimensions")
     if not specs:
         some = ", ".join(list(slots)[:4])
         raise ValueError(f"select = {select!r} matches no matrix; parameter names look like: {some}")

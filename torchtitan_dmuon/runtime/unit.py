@@ -90,6 +90,7 @@ class Unit:
         self.gathering: Ticket | None = None
         self.published: Ticket | None = None
         self.reducing: list[Ticket] = []
+        self.early: Ticket | None = None  # work on the complete gradient before a step; its result is scratch
 
     @functools.cached_property
     def routes(self) -> Routes:
@@ -175,6 +176,11 @@ class Unit:
                 contrib[stop] = 1.0
             param.weight.grad = None
         return contrib
+
+    def drop_scratch(self) -> None:
+        if self.early is not None:
+            self.early.wait()
+            self.early = None
 
     def drop_gradients(self) -> None:
         """Forget reduced and partial gradients; in-flight reduces have been waited for."""

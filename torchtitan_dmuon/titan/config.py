@@ -1,6 +1,6 @@
 """The [dmuon] table, which parameters each optimizer group takes, and the Trainer.Config they live in.
 
-Decides: the options of DMuon with their legal and their built choices, and the one rule by which
+Decides: the options of DMuon with their choices, and the one rule by which
 `optimizer.param_groups` claims parameters. Does not read files (`toml_config.py`) and does not check a run against a
 machine (`checks.py`). Keeps: a [dmuon] table is checked without TorchTitan, so its errors come before that import.
 """
@@ -15,11 +15,6 @@ from typing import Any, Literal
 
 from torchtitan_dmuon.matrices import canonical_name
 from torchtitan_dmuon.titan.names import is_owned, takes_matrices
-
-# Legal choices of DMuonConfig that the runtime does not have yet. Take an entry out when its choice is built.
-NOT_BUILT: dict[str, tuple[Any, ...]] = {
-    "clip": ("adamw_only", "per_matrix"),
-}
 
 
 class ConfigError(ValueError):
@@ -69,7 +64,10 @@ class DMuonConfig:
     """dtype in which gradients of owned parameters are summed across ranks."""
 
     clip: Literal["joint", "adamw_only", "per_matrix"] = "joint"
-    """Gradient clipping: by the norm over all parameters, over AdamW's alone, or per matrix."""
+    """
+    Gradient clipping: by the norm over all parameters, over AdamW's alone, or per matrix. With the last two, matrices
+    do not wait for a norm, and Newton-Schulz runs during backward.
+    """
 
     deterministic: bool = False
     """Also fix the batches of Newton-Schulz, so that bits do not depend on the plan."""
@@ -81,22 +79,11 @@ class DMuonConfig:
     """
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if value in NOT_BUILT.get(field.name, ()):
-                raise ConfigError(
-                    f"{field.name} = {_shown(value)} is not built yet; leave it out or choose {_shown(field.default)}",
-                    field.name,
-                )
         for name in ("prefetch", "ranks_per_node"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must be at least 0", name)
         if self.ownership == "replica" and self.holders == "node":
             raise ConfigError('holders = "node" needs ownership = "global"; choose "shard_group"', "holders")
-
-
-def _shown(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else repr(value).replace("'", '"')
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,12 @@ class GatherMuon(Muon):
             batch_bytes=batch_bytes,
         )
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        for option in ("row_beta", "cautious_weight_decay"):
+            if param_group.get(option):
+                raise ValueError(f"{option} = {param_group[option]!r}: GatherMuon does not have it; use Muon's owners")
+        super().add_param_group(param_group)
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None

@@ -105,6 +105,7 @@ class DMuonOptimizersContainer(OptimizersContainer):
 
     def _build_owned(self, name: str, groups: list[dict[str, Any]], **kwargs: Any) -> Any:
         cls = optimizer_class(name)
+        self._owned_counts = [len(g["param_names"]) for g in groups]
         if self.owned is None:  # a seed checkpoint: one process, nothing parallelized, and no step
             return self._build_gathering(groups, **kwargs) if cls is Muon else _built(cls, groups, kwargs)
         table = dmuon_config_of(self._model)
@@ -129,7 +130,12 @@ class DMuonOptimizersContainer(OptimizersContainer):
         return _built(GatherMuon, groups, kwargs)
 
     def _log_optimizer(self, optimizer: Any, part_idx: int, patterns: list[str]) -> None:
-        super()._log_optimizer(optimizer, part_idx, patterns)
+        if isinstance(optimizer, OwnedOptimizer):  # the stock line counts what this rank owns
+            for group, count, pattern in zip(optimizer.param_groups, self._owned_counts, patterns, strict=True):
+                shown = {k: v for k, v in group.items() if k in ("lr", "weight_decay", "betas", "momentum", "nesterov")}
+                logger.info(f"Optimizer {type(optimizer).__name__}: {count} params [{pattern}] {shown}")
+        else:
+            super()._log_optimizer(optimizer, part_idx, patterns)
         for line in describe_optimizer(optimizer, self.owned):
             logger.info(line)
 

@@ -96,6 +96,7 @@ def _options(config: Any, training: Any, parallelism: Any) -> dict[str, Any]:
         "holders": dmuon.holders,
         "publish": dmuon.publish,
         "prefetch": dmuon.prefetch,
+        "clip": dmuon.clip,
         "ranks_per_node": dmuon.ranks_per_node,
         "device": utils.get_local_device(),
         "timeout": datetime.timedelta(seconds=config.comm.init_timeout_seconds),

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torchtitan_dmuon.footprint import Footprint, Group, Options, footprint, should_defer
 from torchtitan_dmuon.matrices import OwnedSpec
 from torchtitan_dmuon.muon import settings_of
-from torchtitan_dmuon.newton_schulz import flops
+from torchtitan_dmuon.newton_schulz import NewtonSchulz, flops
 from torchtitan_dmuon.ownership import MeshSpec, OwnershipPlan, assign
 from torchtitan_dmuon.runtime.owned import root_owners
 from torchtitan_dmuon.runtime.selection import group_units, parameter_slots
@@ -58,7 +58,7 @@ class Planned:
     def ns_flops(self) -> list[int]:
         """Newton-Schulz FLOPs of each owner; none where the rule is not ours."""
         each = [0] * self.plan.n_owners
-        if self.options.settings is None:
+        if not self.options.is_muon:
             return each
         for piece, owner in zip(self.plan.pieces, self.plan.owners, strict=True):
             each[owner] += sum(
@@ -108,7 +108,7 @@ def make_plan(
         dmuon.ownership,
     )
     options = make_options(config, world, device_type)
-    if options.settings is None:
+    if not options.is_muon:
         assumed.append(
             f"{owned_group(config).optimizer_name}: its cost counts elements; its state is that of a "
             f"{STATE_PROBE} x {STATE_PROBE} matrix, {options.momentum_bytes} bytes an element"
@@ -175,13 +175,15 @@ def make_options(config: Any, world: int, device_type: str) -> Options:
     return Options(
         compute_bytes=TORCH_DTYPE_MAP[training.mixed_precision_param].itemsize,
         reduce_bytes=TORCH_DTYPE_MAP[dmuon.grad_reduce_dtype].itemsize,
+        early_update=is_muon and dmuon.clip != "joint",
         momentum_bytes=(2 if group["momentum_dtype"] == "bfloat16" else 4) if is_muon else _state_bytes(config),
         reshard=get_fsdp_reshard_after_forward_policy(
             config.parallelism.fsdp_reshard_after_forward, pp_enabled=config.parallelism.pipeline_parallel_degree > 1
         ),
         prefetch=dmuon.prefetch,
         micro_batches=max(1, training.global_batch_size // step) if training.global_batch_size > 0 else 1,
-        settings=settings_of(group) if is_muon else None,
+        settings=settings_of(group) if is_muon else NewtonSchulz(),
+        is_muon=is_muon,
         device_type=device_type,
     )
 

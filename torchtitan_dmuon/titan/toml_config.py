@@ -11,6 +11,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import io
+import itertools
 import logging
 import os
 import re
@@ -67,7 +69,7 @@ class Run:
 def parse(args: Sequence[str]) -> Run:
     """Read ``--config FILE.toml``, or ``--module M --config NAME`` of a registry, and apply the other flags on top.
 
-    Raises :class:`ConfigError`, located; wrong flags end the process with code 2 and tyro's message.
+    Raises :class:`ConfigError`, located.
     """
     module, config, rest = _take_job_flags(args)
     flags = frozenset(m[1].replace("-", "_") for a in rest if (m := re.match(r"--([\w.-]+)", a)))
@@ -238,12 +240,28 @@ def _with_flags(run: Run, flags: list[str]) -> Any:
         def _load_config(self, args):
             return run.config, args
 
+    said = io.StringIO()
     try:
-        return Manager().parse_args(flags)
+        with contextlib.redirect_stderr(said):
+            return Manager().parse_args(flags)
+    except SystemExit as stop:
+        if not stop.code:  # --help
+            raise
+        raise ConfigError(f"command line: {_first_paragraph(said.getvalue())}") from None
     except ConfigError as error:
         raise run.source.locate(error) from None
     except (ValueError, AssertionError, TypeError) as error:
         raise run.source.locate(ConfigError(str(error), mentioned(str(error), run.source.flags))) from None
+
+
+def _first_paragraph(box: str) -> str:
+    """What tyro says in a frame of many lines, as one line: the message, and the nearest flag where it names one."""
+    lines = [line.strip().strip("│|").strip() for line in box.strip().splitlines()[1:]]  # the first is the title
+    groups = itertools.groupby(lines, key=lambda line: bool(re.search(r"\w", line)))  # between rules
+    message = next((" ".join(group) for has_words, group in groups if has_words), "")
+    similar = next((line.split()[0] for line in lines if re.match(r"--\w", line)), "")
+    hint = f" Did you mean {similar}?" if similar and "Unrecognized" in message else ""
+    return f"{message.rstrip('.')}.{hint}" if message else box
 
 
 def document(run: Run) -> tuple[dict[str, Any], list[str]]:

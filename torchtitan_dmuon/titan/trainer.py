@@ -58,7 +58,7 @@ class DMuonTrainer(Trainer):
         owned = self.owned
         if owned is not None:
             last = self._micro_batch == self.gradient_accumulation_steps - 1
-            owned.set_is_last_backward(last or not self._defer_reduce)
+            owned.set_is_last_backward(last or not self._defer_reduce, step_follows=last)
             self._micro_batch += 1
         return super().forward_backward_step(**kwargs)
 
