@@ -81,7 +81,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
         max_norm = self.engine.max_norm
         taken = set(self._by_unit[unit.index][0])
         pieces = {p: piece for piece, p in zip(unit.owned, unit.master_of.values(), strict=True) if p in taken}
-        grads = {p: unit.piece_of(unit.grad, piece) for p, piece in pieces.items()}
+        grads: dict[torch.Tensor, torch.Tensor] = {p: unit.piece_of(unit.grad, piece) for p, piece in pieces.items()}
         if self.engine.clip == "per_matrix":
             if max_norm is None:
                 return None, {}
