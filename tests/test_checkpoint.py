@@ -42,14 +42,14 @@ class Mixture(nn.Module):
         return x
 
 
-def build(world, shape):
+def build(world, shape, **options):
     mesh = toy.mesh_of(*shape)
     model = Mixture()
     owned = dmuon.own_matrices(model, mesh, select=r"layers", units=model.layers, stacks=r"w_EMN$")
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, ignored_params=owned.parameters)
     fully_shard(model, mesh=mesh, ignored_params=owned.parameters)
-    return model, owned, owned.build_optimizer(MUON)
+    return model, owned, owned.build_optimizer(functools.partial(MUON, **options))
 
 
 def train(model, owned, optimizer, steps, rank, world):
@@ -82,6 +82,12 @@ def first_half(rank, world, shape, path):
     dcp.save({"model": model.state_dict(), "optimizer": optimizer_state(optimizer)}, checkpoint_id=path)
     train(model, owned, optimizer, range(3, 6), rank, world)
     return owned.masters(), momenta(optimizer)
+
+
+def three_steps(rank, world):
+    model, owned, optimizer = build(world, (1, 1))
+    train(model, owned, optimizer, range(3), rank, world)
+    return momenta(optimizer)
 
 
 def second_half(rank, world, shape, path):
@@ -128,6 +134,36 @@ def test_a_stack_is_one_tensor_in_the_checkpoint(saved):
         assert metadata[key].size == torch.Size([5, 6, 4]) and len(metadata[key].chunks) == 5
     assert metadata["model.layers.0.out.weight"].size == torch.Size([4, 6])
     assert not [k for k in metadata if "[" in k]
+
+
+@pytest.mark.parametrize(("own", "tolerance"), [("bfloat16", 4e-3), ("float32", 0.0)])
+def test_momentum_is_restored_in_the_dtype_asked_for(saved, own, tolerance):
+    """The saved run kept float32; options of the rule come from the checkpoint, the dtype from this run."""
+
+    def job(rank, world):
+        _, _, optimizer = build(world, (1, 1), momentum_dtype=own, lr=0.5)
+        state = optimizer_state(optimizer)
+        dcp.load({"optimizer": state}, checkpoint_id=saved[0])
+        load_optimizer_state(optimizer, state)
+        return momenta(optimizer), [(g["momentum_dtype"], g["lr"]) for g in optimizer.param_groups]
+
+    reference = run_ranks(three_steps, 1)[0]
+    (found, options) = run_ranks(job, 1)[0]
+    assert options == [(own, 0.02)]
+    for name, value in found.items():
+        assert value.dtype == getattr(torch, own)
+        assert (value.float() - reference[name]).norm() <= max(tolerance, 1e-5) * reference[name].norm(), name
+
+
+def test_a_checkpoint_of_the_other_momentum_form_is_refused(saved):
+    def job(rank, world):
+        _, _, optimizer = build(world, (1, 1), momentum_form="heavy_ball")
+        state = optimizer_state(optimizer)
+        dcp.load({"optimizer": state}, checkpoint_id=saved[0])
+        with pytest.raises(ValueError, match="saved momentum is of the form 'ema'"):
+            load_optimizer_state(optimizer, state)
+
+    run_ranks(job, 1)
 
 
 def test_a_missing_state_is_named():

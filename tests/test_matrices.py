@@ -72,8 +72,8 @@ def test_a_transposed_tensor_is_split_by_value():
         (MatrixLayout(0), (4, 4), r"^attention\.wqkv: groups and block rows must be positive"),
         (MatrixLayout(1, (5, -1)), (4, 4), r"^attention\.wqkv: groups and block rows must be positive"),
         (MatrixLayout(2), (4, 4), r"^attention\.wqkv: .*groups without rows"),
-        (WHOLE, (4,), r"^attention\.wqkv: .*2 or 3 non-empty dimensions, got \(4,\)"),
-        (WHOLE, (2, 2, 2, 2), r"^attention\.wqkv: .*2 or 3 non-empty dimensions"),
+        (WHOLE, (4,), r"^attention\.wqkv: .*2 or 3 non-empty dimensions, .*got \(4,\)"),
+        (WHOLE, (2, 2, 2, 2), r"^attention\.wqkv: .*2 or 3 non-empty dimensions, or is a convolution"),
         (WHOLE, (0, 4), r"^attention\.wqkv: .*2 or 3 non-empty dimensions"),
     ],
 )
@@ -95,6 +95,21 @@ def test_join_refuses_another_number_of_matrices():
 def test_split_of_another_shape_is_refused():
     with pytest.raises((ValueError, RuntimeError)):
         MatrixLayout(2, (2, 1)).split(torch.zeros(7, 2))
+
+
+def test_views_write_into_the_tensor():
+    tensor, layout = torch.zeros(6, 2), MatrixLayout(2, (2, 1))
+    for number, view in enumerate(layout.views(tensor), 1):
+        view.fill_(number)
+    assert tensor[:, 0].tolist() == [1, 1, 2, 1, 1, 2]
+    assert [m.shape[0] for m in layout.split(tensor)] == [4, 2]
+
+
+def test_a_convolution_is_one_piece_of_its_flattened_matrix():
+    (piece,) = OwnedSpec("patch", (8, 3, 2, 2), flatten=True).pieces()
+    assert (piece.shape, piece.stop, piece.matrices()) == ((8, 12), 8, ((8, 12),))
+    (piece,) = OwnedSpec("patch", (8, 3, 4), MatrixLayout(rows=(4, 4)), flatten=True).pieces()
+    assert piece.matrices() == ((4, 12), (4, 12))
 
 
 def test_experts_are_pieces_of_one_row_range_each():

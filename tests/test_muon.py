@@ -419,6 +419,24 @@ def test_a_users_factor_is_saved_by_name_only():
         Muon([param(4, 6)]).load_state_dict(state)
 
 
+def half_of_the_larger(m: int, n: int) -> float:
+    return max(m, n) / 2
+
+
+def test_a_factor_by_import_path_is_saved_by_value():
+    path = f"{__name__}:half_of_the_larger"
+    p, q = param(4, 6), param(4, 6)
+    a, b = Muon([p], adjust_lr_fn=path), Muon([q], adjust_lr_fn=half_of_the_larger)
+    train(a, [p], 2)
+    train(b, [q], 2)
+    assert torch.equal(p, q)
+    again = Muon([param(4, 6)])
+    again.load_state_dict(a.state_dict())
+    assert again.param_groups[0]["adjust_lr_fn"] == path
+    with pytest.raises(ValueError, match="gave nan for a matrix of 4 x 6"):
+        lr_factor(lambda m, n: math.nan, 4, 6)
+
+
 @pytest.mark.parametrize(
     ("kwargs", "words"),
     [
@@ -439,7 +457,11 @@ def test_a_users_factor_is_saved_by_name_only():
         ({"ns_coefficients": [[9.0, 9.0, 9.0]]}, "do not converge"),
         ({"ns_form": "fast"}, "auto, standard, gram"),
         ({"ns_dtype": "half"}, "auto, float32"),
-        ({"ns_dtype": "float16"}, "float16 is 10 to 400 times slower on CPU"),
+        ({"ns_dtype": "float16"}, "float16 is for CUDA"),
+        ({"adjust_lr_fn": "math:no_such"}, "adjust_lr_fn 'math:no_such' cannot be imported"),
+        ({"adjust_lr_fn": "no_such_module:f"}, "'no_such_module:f' cannot be imported"),
+        ({"adjust_lr_fn": "math:pi"}, "'math:pi' is a float, expected a function"),
+        ({"adjust_lr_fn": lambda m, n: m - n}, "gave 0 for a matrix of 4 x 4, expected a positive number"),
         ({"row_beta": 1.0}, "row_beta must be"),
         ({"cautious_weight_decay": "yes"}, "cautious_weight_decay must be"),
         ({"batch_bytes": -1}, "batch_bytes"),

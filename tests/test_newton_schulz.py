@@ -151,6 +151,7 @@ def test_auto_form():
     exact, low, auto = NewtonSchulz(dtype="float32"), NewtonSchulz(dtype="bfloat16"), NewtonSchulz()
     for device in ("cpu", "cuda"):
         assert [choose_form(64, n, exact, device) for n in (64, 128, 192, 256)] == ["standard"] * 2 + ["gram"] * 2
+        assert [choose_form(128, n, exact, device) for n in (128, 192, 256)] == ["standard"] * 2 + ["gram"]
         assert choose_form(256, 64, exact, device) == "gram"
         assert choose_form(64, 256, low, device) == "standard"
         assert choose_form(64, 256, replace(exact, form="standard"), device) == "standard"
@@ -164,9 +165,23 @@ def test_auto_form():
             assert counter.get_total_flops() == flops(m, n, settings)
 
 
+def test_a_measured_table_chooses_the_form():
+    """By shape in either orientation; what was not measured keeps the rule."""
+    settings = NewtonSchulz(dtype="float32", form={"64x64": "gram", "256x64": "standard"})
+    assert settings == NewtonSchulz(dtype="float32", form=(("64x256", "standard"), ("64x64", "gram")))
+    chosen = {s: choose_form(*s, settings, "cpu") for s in [(64, 64), (64, 256), (256, 64), (32, 128), (32, 32)]}
+    assert list(chosen.values()) == ["gram", "standard", "standard", "gram", "standard"]
+    x = randn(64, 64)
+    assert torch.equal(orthogonalize(x, settings), orthogonalize(x, replace(settings, form="gram")))
+    assert flops(64, 64, settings) == flops(64, 64, replace(settings, form="gram"))
+
+
 @pytest.mark.parametrize(
     ("kwargs", "words"),
     [
+        ({"form": {"64x64": "fast"}}, "with a form of auto, standard, gram; got '64x64': 'fast'"),
+        ({"form": {"64": "gram"}}, "got '64': 'gram'"),
+        ({"form": 3}, "must be a name or a table"),
         ({"steps": 0}, "from 1 to 20"),
         ({"steps": 100}, "from 1 to 20"),
         ({"steps": True}, "from 1 to 20"),
@@ -206,8 +221,13 @@ def test_dtypes_and_refusals():
     assert orthogonalize(randn(4, 4), FP64).dtype == torch.float64
     assert compute_dtype(NewtonSchulz(), "cuda") == torch.bfloat16
     assert compute_dtype(NewtonSchulz(), "cpu") in (torch.bfloat16, torch.float32)
-    with pytest.raises(ValueError, match="float16 is 10 to 400 times slower"):
+    with pytest.raises(ValueError, match="float16 is for CUDA"):
         orthogonalize(randn(4, 4), NewtonSchulz(dtype="float16"))
+    half = NewtonSchulz(dtype="float16")
+    assert compute_dtype(half, "cuda") == compute_dtype(half, "meta") == torch.float16
+    for device in ("cpu", "mps", "xpu"):
+        with pytest.raises(ValueError, match=f"or auto on {device}"):
+            compute_dtype(half, device)
     for bad in (randn(4), randn(1, 2, 3, 4), torch.zeros(0, 4), torch.zeros(4, 4, dtype=torch.int64)):
         with pytest.raises(ValueError, match="orthogonalize needs"):
             orthogonalize(bad, FP64)

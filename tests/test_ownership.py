@@ -407,6 +407,11 @@ def test_measured_costs_come_from_the_file_and_are_part_of_the_digest(tmp_path):
     other = assign(pieces, MeshSpec(2, 2, 2), cost=CostModel.from_file(file))
     assert other.digest != plan.digest
     assert any("cost_file" in line for line in plan.difference(other))
+    file.write_text(json.dumps({"8x4": 2e-3, "4x4": 5e-3, "forms": {"8x4": "gram"}}))
+    formed = CostModel.from_file(file)
+    assert formed.forms == {"8x4": "gram"}
+    formed = assign(pieces, MeshSpec(2, 2, 2), cost=formed)
+    assert formed.costs == plan.costs and formed.digest != plan.digest  # ranks with other forms would run other bits
     file.write_text(json.dumps({"8x4": 2e-3}))
     with pytest.raises(ValueError, match=r"^c: cost_file .*costs\.json has no entry 4x4"):
         assign(pieces, MeshSpec(2, 2, 2), cost=CostModel.from_file(file))
@@ -423,6 +428,9 @@ def test_measured_costs_come_from_the_file_and_are_part_of_the_digest(tmp_path):
         ('{"8x4": true}', "8x4 must be positive seconds, got True"),
         ('{"8x4": "1"}', "8x4 must be positive seconds, got '1'"),
         ('{"8x4": NaN}', "8x4 must be positive seconds, got nan"),
+        ('{"8x4": 1, "forms": {"8x4": "auto"}}', "forms must be an object"),
+        ('{"8x4": 1, "forms": ["gram"]}', "forms must be an object"),
+        ('{"8x4": 1, "forms": {"4x4": "gram"}}', "forms has 4x4, which was not measured"),
     ],
 )
 def test_bad_cost_files_are_refused(tmp_path, text, message):

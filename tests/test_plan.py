@@ -14,11 +14,12 @@ from tests import titan_runs
 from torchtitan_dmuon import footprint as fp
 from torchtitan_dmuon import plan as plan_command
 from torchtitan_dmuon.matrices import OwnedSpec
+from torchtitan_dmuon.newton_schulz import choose_form
 from torchtitan_dmuon.ownership import CostModel, MeshSpec, OwnershipPlan, assign
 from torchtitan_dmuon.runtime.owned import root_owners
 from torchtitan_dmuon.titan import toml_config
 from torchtitan_dmuon.titan.config import ConfigError
-from torchtitan_dmuon.titan.planning import make_plan
+from torchtitan_dmuon.titan.planning import make_plan, owned_optimizer
 from torchtitan_dmuon.topology import Topology, UnitLayout, traffic
 
 REPO = pathlib.Path(__file__).parents[1]
@@ -250,13 +251,23 @@ def test_measured_costs_are_read_back(folder, tmp_path, monkeypatch) -> None:
     costs = tmp_path / "costs.json"
     config = toml_config.parse(["--config", str(folder / "DMuon.toml")]).config
     planned = make_plan(config, 4, 2, device_type="cpu")
-    monkeypatch.setattr(plan_command.statistics, "median", lambda _seconds: 0.25)
+    seconds = iter([0.5, 0.25] * 100)  # the Gram form twice as fast for every shape
+    monkeypatch.setattr(plan_command.statistics, "median", lambda _seconds: next(seconds))
     monkeypatch.setattr(plan_command, "CALIBRATION_SECONDS", 1e-9)
-    table = plan_command.calibrate(planned, costs, torch.device("cpu"))
-    assert set(table) == {f"{m}x{n}" for p in planned.plan.pieces for m, n in p.matrices()}
-    assert CostModel.from_file(costs).measured == table
+    both = plan_command.calibrate(planned, costs, torch.device("cpu"))
+    shapes = {f"{m}x{n}" for p in planned.plan.pieces for m, n in p.matrices()}
+    assert both == {shape: {"standard": 0.5, "gram": 0.25} for shape in shapes}
+    read = CostModel.from_file(costs)
+    assert read.measured == dict.fromkeys(shapes, 0.25) and read.forms == dict.fromkeys(shapes, "gram")
     argv = ["--config", str(folder / "DMuon.toml"), "--dmuon.cost_file", str(costs)]
     again = make_plan(toml_config.parse(argv).config, 4, 2, device_type="cpu")
     wqkv = next(c for p, c in zip(again.plan.pieces, again.plan.costs) if "wqkv" in p.name)
     assert wqkv == 3 * 250_000_000_000 and again.plan.digest != planned.plan.digest
     assert plan_command.summary(again, 1e12)["update_milliseconds"] >= 750
+    # The form that was measured to be faster is the one that plans count and training runs.
+    assert choose_form(64, 64, planned.options.settings, "cpu") == "standard"
+    square = next(m for p in again.plan.pieces for m in p.matrices() if m[0] == m[1])
+    assert choose_form(*square, again.options.settings, "cpu") == "gram"
+    asked = toml_config.parse(argv).config
+    asked.optimizer.param_groups[0].optimizer_kwargs["ns_form"] = "standard"
+    assert owned_optimizer(asked, [torch.zeros(1, 1)]).param_groups[0]["ns_form"] == "standard"

@@ -25,6 +25,7 @@ SETTINGS = [
     {"adjust_lr_fn": "match_rms_adamw", "ns_dtype": "float32"},
     {"nesterov": False, "momentum_form": "heavy_ball", "ns_dtype": "float32", "momentum_dtype": "bfloat16"},
     {"ns_dtype": "bfloat16", "batch_bytes": 0},
+    {"row_beta": 0.9, "cautious_weight_decay": True, "ns_dtype": "float32"},
 ]
 
 
@@ -97,5 +98,5 @@ def test_muons_checks_hold_here():
         GatherMuon([torch.nn.Parameter(torch.ones(4))])
     with pytest.raises(ValueError, match="adjust_lr_fn"):
         GatherMuon([torch.nn.Parameter(torch.ones(4, 4))], adjust_lr_fn="spectral")
-    with pytest.raises(TypeError, match="cautious_weight_decay"):
-        GatherMuon([torch.nn.Parameter(torch.ones(4, 4))], cautious_weight_decay=True)
+    with pytest.raises(ValueError, match="row_beta"):
+        GatherMuon([torch.nn.Parameter(torch.ones(4, 4))], row_beta=2.0)

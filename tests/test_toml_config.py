@@ -10,15 +10,20 @@ import sys
 import pytest
 import tomli
 import tomli_w
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from torchtitan_dmuon import train
+from torchtitan_dmuon.muon import settings_of
 from torchtitan_dmuon.titan import checks, platform, toml_config
 from torchtitan_dmuon.titan.config import ConfigError, DMuonConfig, assign_parameters
 from torchtitan_dmuon.titan.toml_lines import key_lines
 
 platform.prepare()
+
+from torchtitan_dmuon.titan.models import dmuon_specs  # noqa: E402
+from torchtitan_dmuon.titan.planning import owned_optimizer  # noqa: E402
 
 JOB = '[job]\nmodule = "llama3"\nconfig = "llama3_debugmodel"\n'
 GROUPS = """
@@ -297,6 +302,26 @@ REFUSED = {
         re.sub(r"optimizer_kwargs = \{ lr = 3e-4, weight.*", ARGUMENTS, GROUPS, count=1),
         "run.toml:9: in [optimizer.param_groups.0.optimizer_kwargs]: DMuon: ",
     ),
+    "heads of a group without any": (
+        GROUPS.replace("(attention|feed_forward)", "feed_forward").replace("momentum = 0.95", "per_head = true"),
+        "run.toml:8: in [optimizer.param_groups.0.optimizer_kwargs]: per_head = true: none of the 18 parameters",
+    ),
+    "heads of a wrong type": (
+        GROUPS.replace("momentum = 0.95", 'per_head = "yes"'),
+        "run.toml:8: in [optimizer.param_groups.0.optimizer_kwargs]: per_head = 'yes': expected true or false",
+    ),
+    "float16 on CPU": (
+        GROUPS.replace("momentum = 0.95", 'ns_dtype = "float16"'),
+        "run.toml:8: in [optimizer.param_groups.0.optimizer_kwargs]: DMuon: Newton-Schulz dtype float16 is for CUDA",
+    ),
+    "a table that does not converge": (
+        GROUPS.replace("momentum = 0.95", "ns_coefficients = [[3.0, -3.0, 3.0]]"),
+        "run.toml:8: in [optimizer.param_groups.0.optimizer_kwargs]: DMuon: Newton-Schulz coefficients ((3.0, ",
+    ),
+    "a learning-rate function that is not there": (
+        GROUPS.replace('"match_rms_adamw"', '"math:no_such"'),
+        "run.toml:8: in [optimizer.param_groups.0.optimizer_kwargs]: DMuon: adjust_lr_fn 'math:no_such' cannot be",
+    ),
     "betas of a wrong length": (
         GROUPS.replace("[0.9, 0.95]", "[0.9]"),
         "run.toml:13: in [optimizer.param_groups.1.optimizer_kwargs]: betas = (0.9,): expected an array of 2 numbers",
@@ -310,6 +335,25 @@ REFUSED = {
         "run.toml:15: in [training]: dtype = 'bfloat16': DMuon",
     ),
 }
+
+
+def test_rules_of_a_file_and_matrices_by_head(write):
+    """Per-step tables, a guard eps, a function by its path; each head of a projection its own matrix."""
+    rule = (
+        'adjust_lr_fn = "math:hypot", eps = 1e-30, per_head = true, '
+        "ns_coefficients = [[3.4445, -4.775, 2.0315], [1.5, -0.5, 0]], ns_steps = 4"
+    )
+    config = toml_config.load(write(GROUPS.replace('adjust_lr_fn = "match_rms_adamw"', rule))).config
+    checks.check_run(config, None)
+    settings = settings_of(owned_optimizer(config, [torch.zeros(1, 1)]).param_groups[0])
+    assert settings.table == ((3.4445, -4.775, 2.0315), *[(1.5, -0.5, 0.0)] * 3) and settings.eps == 1e-30
+    model = checks.meta_model(config)
+    (heads,) = {m.head_dim for m in model.modules() if hasattr(m, "wqkv")}
+    by_kind = {spec.name.split(".", 2)[2]: spec for spec in dmuon_specs(config, model)}
+    for name, spec in by_kind.items():
+        projection = "qkv" in name
+        assert spec.layout.rows == ((heads,) * (spec.shape[0] // heads) if projection else ()), name
+    assert any("qkv" in name for name in by_kind)
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -13,7 +13,7 @@ keys are parameter names, so another plan or world size reads the same state.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,7 +52,7 @@ def optimizer_state(optimizer: OwnedOptimizer) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     rows: dict[str, dict[int, torch.Tensor]] = {}
     states = optimizer.state
-    for group, name, piece_row, param in _owned(optimizer):
+    for group, name, piece_row, param in _owned(optimizer, optimizer.state_dict()["param_groups"]):
         for key, value in states.get(param, {}).items():
             if piece_row is None:
                 flat[f"state.{name}.{key}"] = value
@@ -73,14 +73,13 @@ def optimizer_state(optimizer: OwnedOptimizer) -> dict[str, Any]:
 def load_optimizer_state(optimizer: OwnedOptimizer, flat: Mapping[str, Any]) -> None:
     """Inverse of :func:`optimizer_state`; keys of other optimizers are ignored. KeyError names what is missing."""
     materialize_state(optimizer)
-    for group in optimizer.param_groups:  # options only where this rank owns something of the group
-        owned = [name for g, name, _, _ in _owned(optimizer) if g is group]
-        for option in [o for o in group if o not in ("params", "param_names")]:
-            if owned:
-                group[option] = _required(flat, f"param_groups.{owned[0]}.{option}")
+    # Through the optimizers' own loads, which check conventions and convert dtypes.
+    packed = optimizer.state_dict()
     loaded: dict[torch.Tensor, dict[str, Any]] = {}
     states = optimizer.state
-    for _, name, row, param in _owned(optimizer):
+    for group, name, row, param in _owned(optimizer, packed["param_groups"]):
+        for option in [o for o in group if o not in ("params", "param_names")]:
+            group[option] = _required(flat, f"param_groups.{name}.{option}")
         state = {}
         for key, current in states.get(param, {}).items():
             if row is None:
@@ -90,8 +89,6 @@ def load_optimizer_state(optimizer: OwnedOptimizer, flat: Mapping[str, Any]) -> 
             else:
                 state[key] = _required(flat, f"state.{name}[{row}].{key}")
         loaded[param] = state
-    # Through the optimizers' own loads, which check conventions and convert dtypes.
-    packed = optimizer.state_dict()
     index = 0
     for group in optimizer.param_groups:
         for param in group["params"]:
@@ -100,13 +97,15 @@ def load_optimizer_state(optimizer: OwnedOptimizer, flat: Mapping[str, Any]) -> 
     optimizer.load_state_dict(packed)
 
 
-def _owned(optimizer: OwnedOptimizer) -> list[tuple[dict[str, Any], str, int | None, torch.Tensor]]:
-    """(group, parameter name, row of a stack or None, master) of everything this rank owns."""
+def _owned(
+    optimizer: OwnedOptimizer, packed: Sequence[dict[str, Any]]
+) -> list[tuple[dict[str, Any], str, int | None, torch.Tensor]]:
+    """(its group in ``packed``, parameter name, row of a stack or None, master) of everything this rank owns."""
     found = []
-    for group in optimizer.param_groups:
+    for group, saved in zip(optimizer.param_groups, packed, strict=True):
         for key, param in zip(group["param_names"], group["params"], strict=True):
             name, bracket, row = key.partition("[")
-            found.append((group, name, int(row.rstrip("]")) if bracket else None, param))
+            found.append((saved, name, int(row.rstrip("]")) if bracket else None, param))
     return found
 
 

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 # Components that activation checkpointing and torch.compile add to parameter names without changing the model.
 _WRAPPER_COMPONENTS = ("_checkpoint_wrapped_module", "_orig_mod")
@@ -61,12 +62,17 @@ class MatrixLayout:
         m, n = shape_MN
         return tuple((self.groups * r, n) for r in self.rows) if self.rows else ((m, n),)
 
+    def views(self, tensor_MN: torch.Tensor) -> list[torch.Tensor]:
+        """The matrices of a tensor as views that can be written: [M, N], or [groups, rows, N] where it has blocks."""
+        if not self.rows:
+            return [tensor_MN]
+        return list(tensor_MN.unflatten(0, (self.groups, sum(self.rows))).split(self.rows, dim=1))
+
     def split(self, tensor_MN: torch.Tensor) -> list[torch.Tensor]:
         """The matrices of a tensor; views where the layout allows, copies where rows interleave."""
         if not self.rows:
             return [tensor_MN]
-        runs = tensor_MN.view(self.groups, sum(self.rows), tensor_MN.shape[1])
-        return [block.reshape(-1, tensor_MN.shape[1]) for block in runs.split(self.rows, dim=1)]
+        return [block.reshape(-1, tensor_MN.shape[1]) for block in self.views(tensor_MN)]
 
     def join(self, matrices: Sequence[torch.Tensor]) -> torch.Tensor:
         """Inverse of :meth:`split`. Raises ValueError on another number of matrices."""
@@ -84,30 +90,43 @@ WHOLE = MatrixLayout()
 
 @dataclass(frozen=True)
 class OwnedSpec:
-    """One owned parameter: [M, N], or a stack [E, M, N] whose matrices are its E slices. ``layout`` is of one slice.
-    A ``rider`` has any shape, is one piece and holds no matrix."""
+    """One owned parameter: [M, N]; a stack [E, M, N] whose matrices are its E slices; or, with ``flatten``, the weight
+    of a convolution [out, in, k, ...] as one matrix [out, in * k * ...]. ``layout`` is of one slice. A ``rider`` has
+    any shape, is one piece and holds no matrix."""
 
     name: str
     shape: tuple[int, ...]
     layout: MatrixLayout = WHOLE
     rider: bool = False
+    flatten: bool = False
 
     def __post_init__(self) -> None:
         if self.rider:
             if 0 in self.shape:
                 raise ValueError(f"{self.name}: an owned parameter is not empty, got {self.shape}")
             return
-        if len(self.shape) not in (2, 3) or min(self.shape) < 1:
-            raise ValueError(f"{self.name}: an owned parameter has 2 or 3 non-empty dimensions, got {self.shape}")
-        self.layout.validate(self.name, self.shape[-2:])
+        dims = len(self.shape)
+        if dims < 2 or (dims > 3 and not self.flatten) or min(self.shape) < 1:
+            raise ValueError(
+                f"{self.name}: an owned parameter has 2 or 3 non-empty dimensions, or is a convolution's weight "
+                f"(flatten), got {self.shape}"
+            )
+        self.layout.validate(self.name, self._matrix)
+
+    @property
+    def _matrix(self) -> tuple[int, int]:
+        """Shape of what a piece holds."""
+        if self.flatten:
+            return self.shape[0], math.prod(self.shape[1:])
+        return self.shape[-2], self.shape[-1]
 
     def pieces(self) -> tuple[Piece, ...]:
         """The whole parameter, or one piece per expert of a stack."""
         if self.rider:
             return (Piece(self.name, 0, self.shape[0] if self.shape else 1, self.shape, rider=True),)
-        if len(self.shape) == 2:
-            return (Piece(self.name, 0, self.shape[0], self.shape, self.layout),)
-        return tuple(Piece(self.name, e, e + 1, self.shape[1:], self.layout) for e in range(self.shape[0]))
+        if self.flatten or len(self.shape) == 2:
+            return (Piece(self.name, 0, self.shape[0], self._matrix, self.layout),)
+        return tuple(Piece(self.name, e, e + 1, self._matrix, self.layout) for e in range(self.shape[0]))
 
 
 @dataclass(frozen=True)
@@ -133,6 +152,12 @@ class Piece:
 
     def matrices(self) -> tuple[tuple[int, int], ...]:
         return () if self.rider else self.layout.shapes(self.shape)
+
+
+def is_convolution(module: nn.Module) -> bool:
+    """Whether the module's weight [out, in, k, ...] is one linear map of a patch, so that it may be flattened. One with
+    groups is several maps, and a transposed one has its inputs first: neither is."""
+    return isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) and module.groups == 1
 
 
 def select_names(shapes: Mapping[str, Sequence[int]], pattern: str | re.Pattern[str]) -> list[str]:

@@ -10,6 +10,8 @@ Shape suffixes: M rows, N columns of a matrix; B matrices of a batch.
 
 from __future__ import annotations
 
+import functools
+import importlib
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -51,9 +53,40 @@ def layout_of(param: torch.Tensor) -> MatrixLayout:
 
 
 def lr_factor(adjust_lr_fn: str | LrFactor | None, m: int, n: int) -> float:
-    """Factor for a matrix of m rows and n columns; None is "original", as in torch.optim.Muon."""
-    rule = adjust_lr_fn if callable(adjust_lr_fn) else LR_FACTORS[adjust_lr_fn or "original"]
-    return rule(m, n)
+    """Factor for a matrix of m rows and n columns; None is "original", as in torch.optim.Muon.
+
+    A function is a callable (rows, columns) -> factor or its import path "package.module:function". Raises ValueError
+    for an unknown rule and for a factor that is no positive number.
+    """
+    factor = _factor_rule(adjust_lr_fn)(m, n)
+    if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor < math.inf:
+        raise ValueError(f"adjust_lr_fn gave {factor!r} for a matrix of {m} x {n}, expected a positive number")
+    return factor
+
+
+def _factor_rule(adjust_lr_fn: Any) -> LrFactor:
+    if callable(adjust_lr_fn):
+        return adjust_lr_fn
+    if isinstance(adjust_lr_fn, str) and ":" in adjust_lr_fn:
+        return _imported_factor(adjust_lr_fn)
+    if adjust_lr_fn is None or adjust_lr_fn in list(LR_FACTORS):
+        return LR_FACTORS[adjust_lr_fn or "original"]
+    raise ValueError(
+        f"adjust_lr_fn must be one of {', '.join(LR_FACTORS)}, a function of (rows, columns) or its import path "
+        f'"package.module:function", got {adjust_lr_fn!r}'
+    )
+
+
+@functools.cache
+def _imported_factor(path: str) -> LrFactor:
+    module, _, name = path.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"adjust_lr_fn {path!r} cannot be imported: {error}") from error
+    if not callable(found):
+        raise ValueError(f"adjust_lr_fn {path!r} is a {type(found).__name__}, expected a function of (rows, columns)")
+    return found
 
 
 def muon_flops(
@@ -79,7 +112,7 @@ class Muon(torch.optim.Optimizer):
     ``cautious_weight_decay`` (arXiv 2510.12402: only where update and weight have the same sign), ``momentum``,
     ``nesterov``, ``momentum_form`` ("ema": torch's; "heavy_ball": Moonlight's, whose buffer is 1 / (1 - momentum)
     larger), ``momentum_dtype`` ("float32" or "bfloat16"), ``adjust_lr_fn`` (a name of :data:`LR_FACTORS`, None for
-    "original", or a function (rows, columns) -> factor), and ``ns_steps``, ``ns_coefficients``, ``ns_form``,
+    "original", or a function as in :func:`lr_factor`), and ``ns_steps``, ``ns_coefficients``, ``ns_form``,
     ``ns_dtype``, ``eps`` as in :class:`NewtonSchulz`. ``row_beta``: NorMuon (arXiv 2510.05491) with this decay of the
     rows' second moment (the paper's is 0.95); None is plain Muon.
 
@@ -103,7 +136,7 @@ class Muon(torch.optim.Optimizer):
         ns_steps: int = 5,
         adjust_lr_fn: str | LrFactor | None = None,
         *,
-        ns_form: str = "auto",
+        ns_form: Any = "auto",
         ns_dtype: str = "auto",
         momentum_form: str = "ema",
         momentum_dtype: str = "float32",
@@ -213,7 +246,7 @@ class Muon(torch.optim.Optimizer):
         if group["row_beta"] is None:
             state.pop("row_second_moment", None)  # loaded from a NorMuon run; stale from here on
         elif "row_second_moment" not in state:
-            state["row_second_moment"] = param.new_zeros(param.shape[0], 1)
+            state["row_second_moment"] = torch.zeros(param.shape[0], 1, dtype=param.dtype, device=param.device)
         return state.get("row_second_moment")
 
     def state_dict(self) -> dict[str, Any]:
@@ -239,7 +272,8 @@ class Muon(torch.optim.Optimizer):
                     f"momentum_form = {form!r}, or start without the saved momentum"
                 )
             merged = {k: v for k, v in own.items() if k not in ("params", "param_names")} | saved
-            merged["momentum_dtype"] = own["momentum_dtype"]
+            for option in ("momentum_dtype", "ns_form"):  # of this run and its machine
+                merged[option] = own[option]
             if callable(own["adjust_lr_fn"]):
                 merged["adjust_lr_fn"] = own["adjust_lr_fn"]
             elif merged["adjust_lr_fn"] == _CUSTOM_FACTOR:
@@ -275,21 +309,38 @@ def orthogonalized_updates(
     settings: NewtonSchulz,
     adjust_lr_fn: str | LrFactor | None = None,
     batch_bytes: int = DEFAULT_BATCH_BYTES,
+    row_moments: Sequence[torch.Tensor | None] | None = None,
+    row_beta: float | None = None,
 ) -> list[torch.Tensor]:
     """Full update inputs [M, N] -> full updates [M, N], each matrix times its learning-rate factor, in float32.
 
     For optimizers that keep momentum elsewhere: ``inputs`` are what :func:`momentum_update` returns, whole. The caller
-    subtracts lr times the result. Inputs are not modified.
+    subtracts lr times the result. Inputs are not modified. NorMuon's ``row_moments`` [M, 1] advance in place.
     """
+    moments = row_moments or [None] * len(inputs)
     outputs = [torch.empty_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in inputs]
-    blocks = []
-    for x, out, layout in zip(inputs, outputs, layouts, strict=True):
-        for shape_MN, x_block, out_block in zip(layout.shapes(x.shape), _views(x, layout), _views(out, layout)):
-            blocks.append((_BatchKey(shape_MN, settings, x.device, x.dtype), (x_block, out_block)))
-    for key, (_, out_block), update_MN in _orthogonalized(blocks, lambda pair: pair[0], batch_bytes):
-        factor = lr_factor(adjust_lr_fn, *key.shape_MN)
-        out_block.copy_(update_MN.reshape(out_block.shape)).mul_(factor)
+    blocks: list[tuple[_BatchKey, tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]] = []
+    for x, out, layout, moment in zip(inputs, outputs, layouts, moments, strict=True):
+        shapes = layout.shapes(x.shape)
+        row_views = [None] * len(shapes) if moment is None else layout.views(moment)
+        for shape_MN, views in zip(shapes, zip(layout.views(x), layout.views(out), row_views)):
+            blocks.append((_BatchKey(shape_MN, settings, x.device, x.dtype), views))
+    for key, (_, out_block, moment), update_MN in _orthogonalized(blocks, lambda views: views[0], batch_bytes):
+        update = update_MN.reshape(out_block.shape)
+        if moment is not None and row_beta is not None:
+            update = _normalize_rows(update, moment, row_beta, min(key.shape_MN))
+        out_block.copy_(update).mul_(lr_factor(adjust_lr_fn, *key.shape_MN))
     return outputs
+
+
+def decay_weight(param: torch.Tensor, update: torch.Tensor, decay: float, cautious: bool) -> None:
+    """Shrink a weight (any shape, shards included) by ``decay`` in place; with ``cautious`` (arXiv 2510.12402) only
+    where it has the sign of its update."""
+    if cautious:
+        aligned = (update * param).ge_(0)
+        param.addcmul_(param, aligned.to(param.dtype), value=-decay)
+    else:
+        param.mul_(1 - decay)
 
 
 def momentum_update(
@@ -337,11 +388,7 @@ class _Block:
         update = update_MN.reshape(self.param.shape)
         if self.row_moment is not None:
             update = _normalize_rows(update, self.row_moment, self.group["row_beta"], min(update_MN.shape))
-        if self.group["cautious_weight_decay"]:
-            aligned = (update * self.param).ge_(0)
-            self.param.addcmul_(self.param, aligned.to(self.param.dtype), value=-decay)
-        else:
-            self.param.mul_(1 - decay)
+        decay_weight(self.param, update, decay, self.group["cautious_weight_decay"])
         self.param.add_(update, alpha=-(self.lr * factor))
 
 
@@ -355,19 +402,11 @@ def _blocks(
 ) -> list[tuple[_BatchKey, _Block]]:
     """The matrices of one parameter, in the order of its layout."""
     layout, settings = layout_of(param), settings_of(group)
-    views = (_views(t, layout) for t in (param, grad, buffer, row_moment) if t is not None)
+    views = (layout.views(t) for t in (param, grad, buffer, row_moment) if t is not None)
     return [
         (_BatchKey(shape_MN, settings, param.device, grad.dtype), _Block(group, lr, *parts))
         for shape_MN, parts in zip(layout.shapes(param.shape), zip(*views))
     ]
-
-
-def _views(tensor_MN: torch.Tensor, layout: MatrixLayout) -> list[torch.Tensor]:
-    """The matrices of a tensor as views that can be written, where :meth:`MatrixLayout.split` may copy."""
-    if not layout.rows:
-        return [tensor_MN]
-    runs = tensor_MN.unflatten(0, (layout.groups, sum(layout.rows)))
-    return list(runs.split(layout.rows, dim=1))
 
 
 def _orthogonalized(
@@ -436,7 +475,7 @@ def _momentum_dtype(param: torch.Tensor, group: dict[str, Any]) -> torch.dtype:
 def _check_group(group: dict[str, Any]) -> None:
     """Raise ValueError for anything a step would stumble over, and store the settings in one form."""
     settings = settings_of(group)
-    group["ns_coefficients"] = settings.coefficients
+    group["ns_coefficients"], group["ns_form"] = settings.coefficients, settings.form
     for key, limit in (("lr", math.inf), ("weight_decay", math.inf), ("momentum", 1.0)):
         value = group[key]
         if key == "lr" and isinstance(value, torch.Tensor) and value.numel() == 1:
@@ -452,9 +491,7 @@ def _check_group(group: dict[str, Any]) -> None:
     for key, allowed in (("momentum_form", MOMENTUM_FORMS), ("momentum_dtype", MOMENTUM_DTYPES)):
         if group[key] not in allowed:
             raise ValueError(f"{key} must be one of {', '.join(allowed)}, got {group[key]!r}")
-    rule = group["adjust_lr_fn"]
-    if rule is not None and not callable(rule) and rule not in list(LR_FACTORS):
-        raise ValueError(f"adjust_lr_fn must be one of {', '.join(LR_FACTORS)}, None or a function, got {rule!r}")
+    _factor_rule(group["adjust_lr_fn"])
     names = group.get("param_names") or [f"parameter {i}" for i in range(len(group["params"]))]
     for name, param in zip(names, group["params"]):
         if param.ndim != 2 or 0 in param.shape:
@@ -462,4 +499,7 @@ def _check_group(group: dict[str, Any]) -> None:
         if param.dtype not in (torch.float32, torch.float64):
             raise ValueError(f"{name}: Muon keeps master weights in float32, got {param.dtype}")
         compute_dtype(settings, param.device)
-        layout_of(param).validate(name, param.shape)
+        layout = layout_of(param)
+        layout.validate(name, param.shape)
+        for m, n in set(layout.shapes(param.shape)):
+            lr_factor(group["adjust_lr_fn"], m, n)

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -28,6 +28,9 @@ Coefficients = tuple[tuple[float, float, float], ...]
 MAX_STEPS = 20
 # Small enough to guard the division alone: the result no longer depends on the input's scale, unlike torch's 1e-7.
 GUARD_EPS = 1e-30
+
+# What a batch works on at once on a CPU, about its second-level cache: larger batches took up to 1.4 times as long.
+CPU_BATCH_BYTES = 2**21
 
 # One (a, b, c) per step; a run longer than its table repeats the last row, a shorter one stops early.
 COEFFICIENTS: dict[str, Coefficients] = {
@@ -56,6 +59,7 @@ COEFFICIENTS: dict[str, Coefficients] = {
 }
 
 FORMS = ("auto", "standard", "gram")
+FormTable = tuple[tuple[str, str], ...]  # ("MxN" with M <= N, form), sorted
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 
@@ -64,9 +68,10 @@ class NewtonSchulz:
     """Settings of one orthogonalization; hashable, so that equal settings can share a batch.
 
     ``coefficients``: a name of :data:`COEFFICIENTS`, one (a, b, c), or a sequence of them, one per step (the last is
-    repeated when ``steps`` is larger). ``dtype``: of the products; "auto" is bfloat16 on CUDA and on CPUs with bf16
-    instructions, else float32; float16 is refused on CPU, where it is 10 to 400 times slower; float64 is for
-    references. ``eps``: lower bound of the norm that divides the input (:data:`GUARD_EPS` for scale independence).
+    repeated when ``steps`` is larger). ``form``: one of :data:`FORMS`, or a table {"MxN": form} of measured choices,
+    either orientation, where what is missing is "auto". ``dtype``: of the products; "auto" is bfloat16 on CUDA and on
+    CPUs with bf16 instructions, else float32; float16 is refused off CUDA (10 to 400 times slower on CPU); float64 is
+    for references. ``eps``: lower bound of the norm that divides the input (:data:`GUARD_EPS` for scale independence).
     ``restarts``: Gram form only, the steps after which the small matrices are recomputed from X.
 
     Raises ValueError, naming the allowed values, for anything else.
@@ -74,7 +79,7 @@ class NewtonSchulz:
 
     steps: int = 5
     coefficients: str | Coefficients = "keller"
-    form: str = "auto"
+    form: str | FormTable = "auto"
     dtype: str = "auto"
     eps: float = 1e-7
     restarts: tuple[int, ...] = (2,)
@@ -87,7 +92,9 @@ class NewtonSchulz:
                 f"Newton-Schulz eps must be a number in (0, 1), got {self.eps!r}; torch's value is 1e-7, "
                 f"and {GUARD_EPS} only guards the division"
             )
-        if self.form not in FORMS:
+        if not isinstance(self.form, str):
+            object.__setattr__(self, "form", _checked_forms(self.form))
+        elif self.form not in FORMS:
             raise ValueError(f"Newton-Schulz form must be one of {', '.join(FORMS)}, got {self.form!r}")
         if self.dtype not in DTYPES:
             raise ValueError(f"Newton-Schulz dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
@@ -126,13 +133,17 @@ def orthogonalize(x: torch.Tensor, settings: NewtonSchulz) -> torch.Tensor:
     because its range ends at 65504. A single matrix runs the 2-D kernels (and is then bit-equal to torch.optim.Muon in
     bfloat16), a batch the 3-D ones.
 
-    Raises ValueError for another number of dimensions, an empty dimension, an integer dtype, or float16 on CPU.
+    Raises ValueError for another number of dimensions, an empty dimension, an integer dtype, or float16 off CUDA.
     """
     if x.ndim not in (2, 3) or x.shape[-1] == 0 or x.shape[-2] == 0 or not x.dtype.is_floating_point:
         raise ValueError(f"orthogonalize needs a floating [M, N] or [B, M, N] tensor, got {x.dtype} {tuple(x.shape)}")
+    m, n = x.shape[-2:]
     if x.ndim == 3 and x.shape[0] == 1:
         return orthogonalize(x[0], settings)[None]
-    m, n = x.shape[-2:]
+    if x.ndim == 3 and x.device.type == "cpu":
+        some = max(1, CPU_BATCH_BYTES // workspace_bytes(m, n, settings, x.device))
+        if some < x.shape[0]:
+            return torch.cat([orthogonalize(part, settings) for part in x.split(some)])
     x = _normalized(x, compute_dtype(settings, x.device), settings.eps)
     if m > n:
         x = x.mT
@@ -140,27 +151,35 @@ def orthogonalize(x: torch.Tensor, settings: NewtonSchulz) -> torch.Tensor:
         for rows in settings.runs():
             x = _gram_run(x, rows)
     else:
+        # Four buffers for all steps: memory that is new in each step costs a CPU up to a fifth of the time.
+        gram_SS = x.new_empty(*x.shape[:-1], x.shape[-2])
+        poly_SS, spare = torch.empty_like(gram_SS), x.new_empty(x.shape)
         for a, b, c in settings.table:
-            gram_SS = x @ x.mT
-            poly_SS = _add_product(gram_SS, gram_SS, gram_SS, b, c)
-            del gram_SS  # the largest temporary apart from X: not kept while X doubles
-            x = _add_product(x, poly_SS, x, a, 1.0)
+            _product(x, x.mT, gram_SS)
+            _add_product(gram_SS, gram_SS, gram_SS, b, c, poly_SS)
+            x, spare = _add_product(x, poly_SS, x, a, 1.0, spare), x
+            if not spare.is_contiguous():  # the transposed input: only its memory is of use, and torch's bits are kept
+                spare = spare.mT.view(x.shape)
     return x.mT if m > n else x
 
 
+@functools.cache
 def choose_form(m: int, n: int, settings: NewtonSchulz, device_type: str) -> str:
     """ "standard" or "gram" for a matrix of m rows and n columns; the same on every rank.
 
-    "auto" is the Gram form where the products run in float32 or float64 and it saves a sixth of the FLOPs or more (at
-    5 steps: from an aspect of 2.3): about there it becomes faster, and it costs no accuracy that counts. In 16 bits it
-    is standard: there the Gram form's error is up to four times larger (docs/numerics.md).
+    "auto" is the Gram form where the products run in float32 or float64 and it saves enough FLOPs to be faster (at 5
+    steps: from an aspect of 2, for matrices smaller than 128 of 2.3), and it costs no accuracy that counts. In 16 bits
+    it is standard: there the Gram form's error is up to four times larger, and torch's bits stay (docs/numerics.md).
     """
+    if not isinstance(settings.form, str):
+        measured = dict(settings.form).get(f"{min(m, n)}x{max(m, n)}", "auto")
+        return choose_form(m, n, replace(settings, form=measured), device_type)
     if settings.form != "auto":
         return settings.form
     if settings.dtype in ("bfloat16", "float16") or compute_dtype(settings, device_type).itemsize < 4:
         return "standard"
     gain = _flops_of("standard", m, n, settings) / _flops_of("gram", m, n, settings)
-    return "gram" if gain >= 1.2 else "standard"
+    return "gram" if gain >= (1.1 if min(m, n) >= 128 else 1.2) else "standard"
 
 
 def flops(m: int, n: int, settings: NewtonSchulz, device_type: str = "cpu") -> int:
@@ -191,14 +210,18 @@ def workspace_bytes(m: int, n: int, settings: NewtonSchulz, device: torch.device
 
 
 def compute_dtype(settings: NewtonSchulz, device: torch.device | str) -> torch.dtype:
-    """The dtype the products run in and the result has. Raises ValueError for float16 on CPU."""
+    """The dtype the products run in and the result has; "meta" stands for a device that is not known yet.
+
+    Raises ValueError for float16 off CUDA.
+    """
     device = torch.device(device)
     if settings.dtype == "auto":
         fast = device.type == "cuda" or (device.type == "cpu" and cpu_has_fast_bf16())
         return torch.bfloat16 if fast else torch.float32
-    if settings.dtype == "float16" and device.type == "cpu":
+    if settings.dtype == "float16" and device.type not in ("cuda", "meta"):
         raise ValueError(
-            "Newton-Schulz dtype float16 is 10 to 400 times slower on CPU: use float32, bfloat16 or auto there"
+            "Newton-Schulz dtype float16 is for CUDA (10 to 400 times slower on CPU): use float32, bfloat16 or auto on "
+            f"{device.type}"
         )
     return getattr(torch, settings.dtype)
 
@@ -226,31 +249,54 @@ def _normalized(x: torch.Tensor, dtype: torch.dtype, eps: float) -> torch.Tensor
     return (x / norm.clamp(min=eps)).to(dtype)
 
 
-def _add_product(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, beta: float, alpha: float) -> torch.Tensor:
-    """beta c + alpha a b, in one kernel, for matrices or batches."""
+def _product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """a b into ``out``, for matrices or batches."""
+    return torch.mm(a, b, out=out) if a.ndim == 2 else torch.bmm(a, b, out=out)
+
+
+def _add_product(
+    c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, beta: float, alpha: float, out: torch.Tensor
+) -> torch.Tensor:
+    """beta c + alpha a b into ``out``, none of the others, in one kernel, for matrices or batches."""
     op = torch.addmm if c.ndim == 2 else torch.baddbmm
-    return op(c, a, b, beta=beta, alpha=alpha)
+    return op(c, a, b, beta=beta, alpha=alpha, out=out)
 
 
 def _gram_run(x: torch.Tensor, rows: Coefficients) -> torch.Tensor:
     """The steps ``rows`` applied to X [.., S, L] through S x S matrices; R, Q and Z commute, being polynomials in R."""
     r_SS = x @ x.mT
-    q_SS = torch.empty(0)
+    z_SS, q_SS, spare_SS = (torch.empty_like(r_SS) for _ in range(3))
     for step, (a, b, c) in enumerate(rows):
-        z_SS = _add_product(r_SS, r_SS, r_SS, b, c)
+        _add_product(r_SS, r_SS, r_SS, b, c, z_SS)
         if step == 0:  # (a I + Z) I: no product
-            q_SS = z_SS.clone()
-            q_SS.diagonal(dim1=-2, dim2=-1).add_(a)
+            q_SS.copy_(z_SS).diagonal(dim1=-2, dim2=-1).add_(a)
         else:
-            q_SS = _add_product(q_SS, z_SS, q_SS, a, 1.0)
+            q_SS, spare_SS = _add_product(q_SS, z_SS, q_SS, a, 1.0, spare_SS), q_SS
         if step + 1 < len(rows):
-            rz_SS = _add_product(r_SS, r_SS, z_SS, a, 1.0)
-            r_SS = _add_product(rz_SS, z_SS, rz_SS, a, 1.0)
+            rz_SS = _add_product(r_SS, r_SS, z_SS, a, 1.0, spare_SS)
+            _add_product(rz_SS, z_SS, rz_SS, a, 1.0, r_SS)
     return q_SS @ x
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _checked_forms(given: Mapping[str, str] | Sequence[tuple[str, str]]) -> FormTable:
+    """A table of forms with shapes as "MxN", M <= N. Raises ValueError for anything that is no such table."""
+    expected = 'Newton-Schulz form must be a name or a table {"MxN": form}'
+    try:
+        rows = dict(given)
+    except (TypeError, ValueError):
+        raise ValueError(f"{expected}, got {given!r}") from None
+    table = {}
+    for shape, form in rows.items():
+        sides = str(shape).split("x")
+        if len(sides) != 2 or not all(side.isdecimal() for side in sides) or form not in FORMS:
+            raise ValueError(f"{expected} with a form of {', '.join(FORMS)}; got {shape!r}: {form!r}")
+        m, n = sorted(map(int, sides))
+        table[f"{m}x{n}"] = form
+    return tuple(sorted(table.items()))
 
 
 def _checked_table(given: Sequence) -> Coefficients:

@@ -49,18 +49,20 @@ class CostModel:
     """Cost of updating a piece: the sum over its matrices of NS FLOPs plus elementwise traffic as FLOP equivalents.
 
     With ``measured`` (seconds of one matrix's whole update by "MxN", either orientation) the cost is that time instead,
-    in picoseconds, and a shape that was not measured is an error.
+    in picoseconds, and a shape that was not measured is an error. ``forms``: the Newton-Schulz form that was measured
+    to be the faster one, by the same shapes; what the update then runs.
     """
 
     flops: Callable[[int, int], int] = standard_flops
     elementwise_bytes: int = ELEMENTWISE_BYTES
     flops_per_byte: int = FLOPS_PER_BYTE
     measured: Mapping[str, float] | None = None
+    forms: Mapping[str, str] = field(default_factory=dict, hash=False)
     source: str = ""  # where `measured` came from, for messages; not part of the digest
 
     @classmethod
     def from_file(cls, path: str | Path) -> CostModel:
-        """Read a JSON object {"MxN": seconds}. Raises ValueError on any other content."""
+        """Read a JSON object {"MxN": seconds}, "forms" in it too ({"MxN": form}). ValueError on any other content."""
         expected = f'cost_file {path}: expected a JSON object {{"MxN": seconds}}'
         try:
             table = json.loads(Path(path).read_text())
@@ -68,6 +70,13 @@ class CostModel:
             raise ValueError(f"{expected}, got invalid JSON ({e})") from e
         if not isinstance(table, dict) or not table:
             raise ValueError(f"{expected}, got {table!r:.60}")
+        forms = table.pop("forms", {})
+        if not isinstance(forms, dict) or not all(form in ("standard", "gram") for form in forms.values()):
+            raise ValueError(
+                f'cost_file {path}: forms must be an object {{"MxN": "standard" or "gram"}}, got {forms!r:.60}'
+            )
+        if unknown := forms.keys() - table.keys():
+            raise ValueError(f"cost_file {path}: forms has {min(unknown)}, which was not measured")
         for shape, seconds in table.items():
             sides = shape.split("x")
             is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
@@ -75,7 +84,7 @@ class CostModel:
                 raise ValueError(f'cost_file {path}: key {shape!r} is not of the form "MxN"')
             if not is_number or not 1e-12 <= seconds < float("inf"):
                 raise ValueError(f"cost_file {path}: {shape} must be positive seconds, got {seconds!r}")
-        return cls(measured=table, source=str(path))
+        return cls(measured=table, forms=forms, source=str(path))
 
     def cost(self, piece: Piece) -> int:
         """Cost of one update of the piece: FLOP equivalents, or picoseconds with measured costs. A rider has none."""
@@ -104,7 +113,8 @@ class CostModel:
                 "flops_per_byte": self.flops_per_byte,
                 "cost_file": None,
             }
-        return {"unit": "picosecond", "cost_file": _sha256(dict(self.measured))}
+        content = dict(self.measured) | ({"forms": dict(self.forms)} if self.forms else {})
+        return {"unit": "picosecond", "cost_file": _sha256(content)}
 
 
 @dataclass(frozen=True)

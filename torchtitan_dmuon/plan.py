@@ -14,7 +14,7 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -153,29 +153,52 @@ def warnings(planned: Planned, flops_per_second: float) -> list[str]:
 # ---- measured costs ----
 
 
-def calibrate(planned: Planned, path: Path, device: torch.device) -> dict[str, float]:
-    """Time one whole update of each shape of the plan, and write {"MxN": seconds}."""
+def calibrate(planned: Planned, path: Path, device: torch.device) -> dict[str, dict[str, float]]:
+    """Time one whole update of each shape of the plan; of DMuon with ``ns_form`` "auto" in both forms of Newton-Schulz.
+    Writes {"MxN": seconds, and "forms": {"MxN": form} where both were timed}; returns all seconds by shape and form.
+
+    The Gram form is chosen where it saves a tenth or more: less is within the noise, and in 16 bits it costs accuracy.
+    """
+    from torchtitan_dmuon.titan.config import owned_group
     from torchtitan_dmuon.titan.planning import owned_optimizer
 
     shapes = sorted({s for piece in planned.plan.pieces for s in piece.matrices()})
-    table = {}
+    group = owned_group(planned.config)
+    both = group.optimizer_name == "DMuon" and group.optimizer_kwargs.get("ns_form", "auto") == "auto"
+    variants = {form: {"ns_form": form} for form in ("standard", "gram")} if both else {"update": {}}
+    seconds: dict[str, dict[str, float]] = {}
     for m, n in shapes:
         param = torch.nn.Parameter(torch.randn(m, n, device=device) * 0.02)
         param.grad = torch.randn(m, n, device=device)
-        optimizer = owned_optimizer(planned.config, [param])
-        optimizer.step()  # makes state, warms up
-        seconds: list[float] = []
-        while sum(seconds) < CALIBRATION_SECONDS and len(seconds) < 20:
-            _settle(device)
-            begin = time.perf_counter()
-            optimizer.step()
-            _settle(device)
-            seconds.append(time.perf_counter() - begin)
-        table[f"{m}x{n}"] = statistics.median(seconds)
-        del param, optimizer
+        steps: dict[str, Callable[[], Any]] = {
+            name: owned_optimizer(planned.config, [param], **change).step for name, change in variants.items()
+        }
+        seconds[f"{m}x{n}"] = _time_in_turn(steps, device)
+    table: dict[str, Any] = {shape: each.get("update") for shape, each in seconds.items()}
+    if both:
+        chosen = {
+            shape: "gram" if each["gram"] <= 0.9 * each["standard"] else "standard" for shape, each in seconds.items()
+        }
+        table = {shape: seconds[shape][form] for shape, form in chosen.items()} | {"forms": chosen}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(table, indent=1) + "\n")
-    return table
+    return seconds
+
+
+def _time_in_turn(calls: dict[str, Callable[[], Any]], device: torch.device) -> dict[str, float]:
+    """Median seconds of each call, made in turn so that what else the machine does hits all alike."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        call()  # makes state, warms up
+    begin = time.perf_counter()
+    while time.perf_counter() - begin < CALIBRATION_SECONDS and len(seconds[next(iter(calls))]) < 20:
+        for name, call in calls.items():
+            _settle(device)
+            start = time.perf_counter()
+            call()
+            _settle(device)
+            seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(each) for name, each in seconds.items()}
 
 
 def _settle(device: torch.device) -> None:
@@ -382,8 +405,9 @@ def main(argv: Sequence[str] | None = None, prog: str = "dmuon plan") -> int:
             print(f"picture: {args.plot}")
         if args.calibrate is not None:
             device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-            table = calibrate(planned, args.calibrate, device)
-            print(f"{len(table)} shapes timed on {device.type}: {args.calibrate}; use it as dmuon.cost_file")
+            for shape, both in calibrate(planned, args.calibrate, device).items():
+                print(f"{shape:>12}: " + ", ".join(f"{form} {1e3 * each:.3f} ms" for form, each in both.items()))
+            print(f"timed on {device.type}: {args.calibrate}; use it as dmuon.cost_file")
     except (ConfigError, PlatformError, ValueError, OSError) as error:
         located = run.source.locate(error) if run is not None and isinstance(error, ConfigError) else error
         print(f"{prog}: {located}", file=sys.stderr)

@@ -48,6 +48,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
         self.skipped_steps = 0
         self.ns_calls = self.ns_flops = 0  # since construction, where an inner optimizer counts them
         self._update_seconds = 0.0
+        self.after_update: Callable[[Unit], None] | None = None  # changes a unit's masters before they are published
         super().__init__(self._groups(), self.inners[0].defaults)
         # Where nothing couples the matrices, ours can work ahead of the step.
         matrices = self.inners[0]
@@ -135,6 +136,8 @@ class OwnedOptimizer(torch.optim.Optimizer):
                         self.ns_flops += stats.ns_flops
                 for p in params:
                     p.grad = None
+            if self.after_update is not None:
+                self.after_update(unit)
             engine.publish(unit)
         self._update_seconds += time.perf_counter() - begin
         engine.drop_gradients()

@@ -399,7 +399,7 @@ class OwnedMatrices:
         mine = {p.start: unit.master_of[p.key].detach() for p in param.pieces if p.key in unit.rooted}
         if not mine:
             return None
-        return mine[0] if param.whole else RowShards(param.spec.shape, mine)
+        return mine[0].view(param.spec.shape) if param.whole else RowShards(param.spec.shape, mine)
 
     @torch.no_grad()
     def load_master(self, param: OwnedParameter, value: torch.Tensor | RowShards) -> None:

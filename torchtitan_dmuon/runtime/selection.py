@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import nn
 
-from ..matrices import WHOLE, MatrixLayout, OwnedSpec, canonical_name
+from ..matrices import WHOLE, MatrixLayout, OwnedSpec, canonical_name, is_convolution
 
 logger = logging.getLogger(__name__)
 
@@ -55,15 +55,16 @@ def select_specs(
         if parameter.ndim < 2:
             left.append(name)
             continue
-        if parameter.ndim > 3 or (parameter.ndim == 3 and not (stacks and re.search(stacks, name))):
+        flatten = attribute == "weight" and is_convolution(module)
+        if not flatten and (parameter.ndim > 3 or (parameter.ndim == 3 and not (stacks and re.search(stacks, name)))):
             raise ValueError(
-                f"{name} has shape {tuple(parameter.shape)}: it is no matrix. Leave it out of `select`, or name it in "
-                "`stacks` if its slices on dim 0 are matrices"
+                f"{name} has shape {tuple(parameter.shape)} in {type(module).__qualname__}: it is no matrix. Leave it "
+                "out of `select`, or name it in `stacks` if its slices on dim 0 are matrices"
             )
         pattern = next((p for p in layouts if re.search(p, name)), None)
         if pattern is not None:
             used.add(pattern)
-        specs.append(OwnedSpec(name, tuple(parameter.shape), layouts[pattern] if pattern else WHOLE))
+        specs.append(OwnedSpec(name, tuple(parameter.shape), layouts[pattern] if pattern else WHOLE, flatten=flatten))
     if unused := [p for p in layouts if p not in used]:
         raise ValueError(f"layouts: pattern {unused[0]!r} matches no selected parameter")
     if stacks is not None and not any(len(s.shape) == 3 and re.search(stacks, s.name) for s in specs):

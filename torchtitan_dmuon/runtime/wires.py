@@ -154,10 +154,10 @@ class Control:
     def __init__(self, groups: Sequence[dist.ProcessGroup] = ()) -> None:
         self.groups = tuple(groups)
 
-    def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Sum in place."""
+    def all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> None:
+        """Sum, or largest, in place."""
         for group in self.groups:
-            dist.all_reduce(tensor, group=group)
+            dist.all_reduce(tensor, op=op, group=group)
 
     def all_gather(self, value: Any) -> list[Any]:
         """Every rank's ``value``, in rank order."""

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 from torchtitan_dmuon.matrices import canonical_name
+from torchtitan_dmuon.muon import settings_of
+from torchtitan_dmuon.newton_schulz import compute_dtype
 from torchtitan_dmuon.ownership import CostModel
 from torchtitan_dmuon.titan.config import (
     Assignment,
@@ -24,11 +26,15 @@ from torchtitan_dmuon.titan.config import (
     uses_dmuon,
 )
 from torchtitan_dmuon.titan.names import (
+    LAYOUT_OPTIONS,
     OWNED_PREFIX,
     arguments,
+    is_muon,
     is_owned,
     optimizer_class,
     optimizer_classes,
+    probe,
+    rule_kwargs,
     separated,
     takes_matrices,
 )
@@ -54,13 +60,29 @@ def check_run(config: Any, world_size: int | None) -> Assignment | None:
     check_optimizers(config)
     if config.model_spec is None or not config.optimizer.param_groups:
         return None
+    from torchtitan_dmuon.titan.models import has_heads
+
     model = meta_model(config)
     shapes = {canonical_name(n): tuple(p.shape) for n, p in model.named_parameters() if p.requires_grad}
     groups = [(group.pattern, group.optimizer_name) for group in config.optimizer.param_groups]
     assignment = assign_parameters(shapes, groups)
     for index, (names, (_, optimizer_name)) in enumerate(zip(assignment.groups, groups, strict=True)):
         if takes_matrices(optimizer_name):
-            _check_matrices(model, names, optimizer_name, f"optimizer.param_groups.{index}.pattern")
+            path = f"optimizer.param_groups.{index}"
+            _check_matrices(model, names, optimizer_name, f"{path}.pattern")
+            if config.optimizer.param_groups[index].optimizer_kwargs.get("per_head") and not has_heads(model, names):
+                raise ConfigError(
+                    f"per_head = true: none of the {len(names)} parameters of this group ({names[0]}, ...) is a query, "
+                    "key or value projection whose heads are known; leave it out, or widen the pattern",
+                    f"{path}.optimizer_kwargs.per_head",
+                )
+    if getattr(config, "dmuon", None) is not None and config.dmuon.qk_clip:
+        from torchtitan_dmuon.titan.qk_clip import attention_layers
+
+        owned = {n for names, (_, name) in zip(assignment.groups, groups) if is_owned(name) for n in names}
+        attention_layers(model, owned)
+        if config.compile.enable and "model" in config.compile.components:
+            raise ConfigError("qk_clip: not tested with a compiled model; set compile.enable = false", "dmuon.qk_clip")
     return assignment
 
 
@@ -152,7 +174,7 @@ def check_optimizers(config: Any) -> None:
         groups.setdefault(group.optimizer_name, {})[index] = group.optimizer_kwargs
     for name in filter(takes_matrices, groups):
         try:
-            separated(optimizer_class(name), list(groups[name].values()))
+            separated(optimizer_class(name), [rule_kwargs(group) for group in groups[name].values()])
         except ValueError as error:
             path = f"optimizer.param_groups.{max(groups[name])}.optimizer_kwargs"
             raise ConfigError(str(error), path) from None
@@ -160,6 +182,8 @@ def check_optimizers(config: Any) -> None:
 
 def check_optimizer_kwargs(name: str, kwargs: dict[str, Any], path: str) -> None:
     """Names and types against the optimizer's signature, values by constructing it over a small parameter."""
+    from torchtitan_dmuon.titan.platform import on_cpu
+
     if name == "DistMuon":  # its other arguments are objects that only a registry config can give
         return
     try:
@@ -173,7 +197,12 @@ def check_optimizer_kwargs(name: str, kwargs: dict[str, Any], path: str) -> None
     name = name.removeprefix(OWNED_PREFIX)
     path = f"{path}.optimizer_kwargs"
     legal, takes_others = arguments(cls)
+    has_layouts = is_muon(name)
     for key, value in kwargs.items():
+        if has_layouts and key in LAYOUT_OPTIONS:
+            if not isinstance(value, bool):
+                raise ConfigError(f"{key} = {value!r}: expected true or false, found {noun(value)}", f"{path}.{key}")
+            continue
         if key not in legal:
             if takes_others:
                 continue  # told below, by whether the optimizer keeps it
@@ -182,12 +211,15 @@ def check_optimizer_kwargs(name: str, kwargs: dict[str, Any], path: str) -> None
         if expected:
             raise ConfigError(f"{key} = {value!r}: expected {expected}, found {noun(value)}", f"{path}.{key}")
     try:
-        made = cls([torch.nn.Parameter(torch.zeros(2, 2))], **kwargs)
+        rule = rule_kwargs(kwargs) if has_layouts else kwargs
+        made = probe(cls, **rule)
+        if has_layouts:
+            compute_dtype(settings_of(made.param_groups[0]), "cpu" if on_cpu() else "cuda")
     except (ValueError, TypeError, RuntimeError) as error:
         parts = {key.removeprefix("ns_"): key for key in kwargs}  # as the Newton-Schulz settings call them
         culprit = mentioned(str(error), kwargs) or parts.get(mentioned(str(error), parts), "")
         raise ConfigError(f"{name}: {error}", f"{path}.{culprit}".rstrip(".")) from None
-    ignored = next((key for key in kwargs if key not in legal and key not in made.defaults), None)
+    ignored = next((key for key in rule if key not in legal and key not in made.defaults), None)
     if ignored is not None:
         raise ConfigError(f"{name} has no argument {ignored!r}.{nearest(ignored, legal)}", f"{path}.{ignored}")
 
@@ -228,6 +260,7 @@ def _check_matrices(model: torch.nn.Module, names: Sequence[str], optimizer_name
         specs = owned_specs(model, names)
     except ConfigError as error:
         raise ConfigError(str(error), path) from None
-    stack = next((spec for spec in specs if len(spec.shape) == 3), None)
-    if stack is not None and optimizer_name == "GatherMuon":
-        raise ConfigError(f"{stack.name} {list(stack.shape)} is a stack; GatherMuon takes 2-D parameters only", path)
+    deep = next((spec for spec in specs if len(spec.shape) > 2), None)
+    if deep is not None and optimizer_name == "GatherMuon":
+        what = "a convolution" if deep.flatten else "a stack"
+        raise ConfigError(f"{deep.name} {list(deep.shape)} is {what}; GatherMuon takes 2-D parameters only", path)

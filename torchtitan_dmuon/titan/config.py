@@ -69,6 +69,9 @@ class DMuonConfig:
     do not wait for a norm, and Newton-Schulz runs during backward.
     """
 
+    qk_clip: float = 0.0
+    """MuonClip's tau: heads whose attention logits grew past it have their query and key rows scaled; 0: none."""
+
     deterministic: bool = False
     """Also fix the batches of Newton-Schulz, so that bits do not depend on the plan."""
 
@@ -79,7 +82,7 @@ class DMuonConfig:
     """
 
     def __post_init__(self) -> None:
-        for name in ("prefetch", "ranks_per_node"):
+        for name in ("prefetch", "ranks_per_node", "qk_clip"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must be at least 0", name)
         if self.ownership == "replica" and self.holders == "node":

@@ -16,10 +16,9 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from torchtitan_dmuon.muon import (
-    DEFAULT_BATCH_BYTES,
-    LrFactor,
     Muon,
     StepStats,
+    decay_weight,
     layout_of,
     momentum_update,
     orthogonalized_updates,
@@ -31,52 +30,11 @@ from torchtitan_dmuon.newton_schulz import compute_dtype, flops
 class GatherMuon(Muon):
     """Muon over 2-D DTensor parameters (FSDP2, HSDP) or plain ones; arguments as :class:`torchtitan_dmuon.muon.Muon`.
 
-    Momentum has the parameter's placement. A step gathers each update input in the Newton-Schulz dtype, so every rank
-    must have a gradient for the same parameters. At most ``batch_bytes`` of gathered inputs, and at least one, exist at
-    a time. Raises ValueError at construction, naming what is allowed.
+    Momentum has the parameter's placement; NorMuon's row moments are whole on every rank. A step gathers each update
+    input in the Newton-Schulz dtype, so every rank must have a gradient for the same parameters. At most
+    ``batch_bytes`` of gathered inputs, and at least one, exist at a time. Raises ValueError at construction, naming
+    what is allowed.
     """
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float | torch.Tensor = 1e-3,
-        weight_decay: float = 0.1,
-        momentum: float = 0.95,
-        nesterov: bool = True,
-        ns_coefficients: Any = "keller",
-        eps: float = 1e-7,
-        ns_steps: int = 5,
-        adjust_lr_fn: str | LrFactor | None = None,
-        *,
-        ns_form: str = "auto",
-        ns_dtype: str = "auto",
-        momentum_form: str = "ema",
-        momentum_dtype: str = "float32",
-        batch_bytes: int = DEFAULT_BATCH_BYTES,
-    ) -> None:
-        # Written out, not **kwargs: an option that Muon gains must not be accepted here and ignored.
-        super().__init__(
-            params,
-            lr,
-            weight_decay,
-            momentum,
-            nesterov,
-            ns_coefficients,
-            eps,
-            ns_steps,
-            adjust_lr_fn,
-            ns_form=ns_form,
-            ns_dtype=ns_dtype,
-            momentum_form=momentum_form,
-            momentum_dtype=momentum_dtype,
-            batch_bytes=batch_bytes,
-        )
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        for option in ("row_beta", "cautious_weight_decay"):
-            if param_group.get(option):
-                raise ValueError(f"{option} = {param_group[option]!r}: GatherMuon does not have it; use Muon's owners")
-        super().add_param_group(param_group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -91,13 +49,14 @@ class GatherMuon(Muon):
             for params in self._batches(group):
                 inputs_MN = _gathered([self._local_input(param, group) for param in params], params[0])
                 layouts = [layout_of(param) for param in params]
+                moments = [self._row_moment(param, group) for param in params]
                 updates_MN = orthogonalized_updates(
-                    inputs_MN, layouts, settings, group["adjust_lr_fn"], self.batch_bytes
+                    inputs_MN, layouts, settings, group["adjust_lr_fn"], self.batch_bytes, moments, group["row_beta"]
                 )
                 for param, layout, update_MN in zip(params, layouts, updates_MN, strict=True):
-                    local = _local(param)
-                    local.mul_(1 - lr * group["weight_decay"])
-                    local.add_(_local_part(update_MN, param), alpha=-lr)
+                    local, update = _local(param), _local_part(update_MN, param)
+                    decay_weight(local, update, lr * group["weight_decay"], group["cautious_weight_decay"])
+                    local.add_(update, alpha=-lr)
                     for shape in layout.shapes(param.shape):
                         self.stats.ns_calls += 1
                         self.stats.ns_flops += flops(*shape, settings, local.device.type)

@@ -5,6 +5,7 @@ is refused, naming it. Read in torchtitan 0.3.0.
 
     fused QKV     rows view as (n_kv, heads_per_kv + 2, head_dim): per group its query heads, then its key, its value
     experts       [E, M, N], one matrix per expert; gpt_oss interleaves gate and linear rows one by one
+    convolutions  [out, in, k, ...] as [out, in * k * ...]
 """
 
 from __future__ import annotations
@@ -14,15 +15,18 @@ from typing import Any
 
 from torch import nn
 
-from torchtitan_dmuon.matrices import WHOLE, MatrixLayout, OwnedSpec, canonical_name
+from torchtitan_dmuon.matrices import WHOLE, MatrixLayout, OwnedSpec, canonical_name, is_convolution
 from torchtitan_dmuon.runtime.selection import parameter_slots, select_riders
 from torchtitan_dmuon.titan.config import ConfigError, assign_parameters
 from torchtitan_dmuon.titan.names import is_owned
 
 
-def owned_specs(model: nn.Module, names: Iterable[str]) -> list[OwnedSpec]:
-    """The specs of these canonical parameter names, in the model's order. ConfigError names the first non-matrix."""
-    wanted = set(names)
+def owned_specs(model: nn.Module, names: Iterable[str], per_head: Iterable[str] = ()) -> list[OwnedSpec]:
+    """The specs of these canonical parameter names, in the model's order. ConfigError names the first non-matrix.
+
+    Projections among ``per_head`` fall apart into their attention heads; other parameters are not changed by it.
+    """
+    wanted, per_head = set(names), set(per_head)
     parents = {child: parent for parent in model.modules() for child in parent.children()}
     specs = []
     for path, module in model.named_modules():
@@ -33,8 +37,10 @@ def owned_specs(model: nn.Module, names: Iterable[str]) -> list[OwnedSpec]:
             wanted.discard(name)  # a tied weight counts once
             if module is getattr(model, "lm_head", None):
                 raise _refusal(name, tuple(parameter.shape), "the output head")
-            layout = _layout(parents.get(module), module, attribute, name, tuple(parameter.shape))
-            specs.append(OwnedSpec(name, tuple(parameter.shape), layout))
+            shape = tuple(parameter.shape)
+            layout = head_layout(parents.get(module), shape) if name in per_head else None
+            layout = layout or _layout(parents.get(module), module, attribute, name, shape)
+            specs.append(OwnedSpec(name, shape, layout, flatten=is_convolution(module)))
     if wanted:
         raise ConfigError(f"{min(wanted)}: the model has no such parameter", "optimizer.param_groups")
     return specs
@@ -49,7 +55,8 @@ def dmuon_specs(config: Any, model: nn.Module) -> list[OwnedSpec]:
     names: dict[str, list[str]] = {}
     for group, mine in zip(groups, taken, strict=True):
         names.setdefault(group.optimizer_name, []).extend(mine)
-    specs = owned_specs(model, [n for optimizer, mine in names.items() if is_owned(optimizer) for n in mine])
+    by_head = [n for group, mine in zip(groups, taken) if group.optimizer_kwargs.get("per_head") for n in mine]
+    specs = owned_specs(model, [n for optimizer, mine in names.items() if is_owned(optimizer) for n in mine], by_head)
     if not config.dmuon.riders:
         return specs
     slots = parameter_slots(model)
@@ -57,6 +64,21 @@ def dmuon_specs(config: Any, model: nn.Module) -> list[OwnedSpec]:
     small = {n for n in names.get("AdamW", []) if len(shapes[n]) < 2 and has_init(*slots[n][0])}
     units = list(sharded_modules(model).values())
     return specs + select_riders(model, slots, specs, units, lambda name, _parameter: name in small)
+
+
+def head_layout(parent: nn.Module | None, shape: tuple[int, ...]) -> MatrixLayout | None:
+    """One matrix per head for a projection [heads * head_dim, dim] in this module; None where heads are not known."""
+    from torchtitan.models.common.attention import BaseQKVLinear
+
+    if not isinstance(parent, BaseQKVLinear):
+        return None
+    return MatrixLayout(rows=(parent.head_dim,) * (shape[0] // parent.head_dim))
+
+
+def has_heads(model: nn.Module, names: Iterable[str]) -> bool:
+    """Whether "per_head" would change any of these parameters."""
+    names = list(names)
+    return owned_specs(model, names) != owned_specs(model, names, names)
 
 
 def sharded_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -92,6 +114,8 @@ def _layout(
         if isinstance(parent, FusedQKVLinear):
             rows = (parent.heads_per_kv * parent.head_dim, parent.head_dim, parent.head_dim)
             return MatrixLayout(groups=shape[0] // sum(rows), rows=rows)
+        return WHOLE
+    if is_convolution(module) and attribute == "weight":
         return WHOLE
     if isinstance(module, nn.Embedding):
         raise _refusal(name, shape, "an embedding")

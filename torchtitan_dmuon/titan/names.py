@@ -15,6 +15,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+# What `optimizer_kwargs` may say about the matrices themselves, beside the rule's arguments: "per_head" makes each
+# attention head's rows of a query, key or value projection a matrix of its own.
+LAYOUT_OPTIONS = ("per_head",)
 # "Owned:torch.optim.AdamW": the class at this import path, over whole matrices on their owners.
 OWNED_PREFIX = "Owned:"
 
@@ -27,6 +30,26 @@ def is_owned(name: str) -> bool:
 def takes_matrices(name: str) -> bool:
     """Whether it updates whole matrices: 1-D parameters under its pattern fall through to the next group."""
     return is_owned(name) or name == "GatherMuon"
+
+
+def is_muon(name: str) -> bool:
+    """Whether its rule is Muon's, which knows the blocks of fused weights."""
+    return name in ("DMuon", "GatherMuon")
+
+
+def rule_kwargs(optimizer_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's `optimizer_kwargs` without what says which matrices there are: the arguments of the update rule."""
+    return {key: value for key, value in optimizer_kwargs.items() if key not in LAYOUT_OPTIONS}
+
+
+def probe(cls: type[torch.optim.Optimizer], **kwargs: Any) -> torch.optim.Optimizer:
+    """The optimizer over one small parameter, to see what it takes; Muon's is on no device, which it looks at."""
+    import torch
+
+    from torchtitan_dmuon.muon import Muon
+
+    device = "meta" if issubclass(cls, Muon) else "cpu"
+    return cls([torch.nn.Parameter(torch.zeros(2, 2, device=device))], **kwargs)
 
 
 def optimizer_classes() -> dict[str, type[torch.optim.Optimizer]]:
@@ -71,10 +94,8 @@ def separated(
     """Options of one optimizer's groups -> (what each group keeps, the constructor's arguments): what the class keeps
     once for all groups, and the first group's values where it has no default. ValueError where groups differ in the
     former."""
-    import torch
-
     named, _ = arguments(cls)
-    by_group = cls([torch.nn.Parameter(torch.zeros(2, 2))], **groups[0]).param_groups[0]
+    by_group = probe(cls, **groups[0]).param_groups[0]
     once = {k: v for k, v in groups[0].items() if k in named and k not in by_group}
     for group in groups[1:]:
         if others := [k for k in {**once, **group} if k in named and k not in by_group]:

@@ -26,14 +26,15 @@ from torchtitan.tools.logging import logger
 from torchtitan_dmuon.checkpoint import load_optimizer_state, optimizer_state
 from torchtitan_dmuon.matrices import canonical_name
 from torchtitan_dmuon.muon import Muon, set_layout, settings_of
-from torchtitan_dmuon.newton_schulz import flops
+from torchtitan_dmuon.newton_schulz import choose_form, flops
 from torchtitan_dmuon.runtime.optimizer import OwnedOptimizer
 from torchtitan_dmuon.runtime.owned import OwnedMatrices
 from torchtitan_dmuon.titan.config import assign_parameters
 from torchtitan_dmuon.titan.gather_muon import GatherMuon
 from torchtitan_dmuon.titan.models import owned_specs
-from torchtitan_dmuon.titan.names import is_owned, optimizer_class, separated, takes_matrices
-from torchtitan_dmuon.titan.parallelize import dmuon_config_of, owned_of
+from torchtitan_dmuon.titan.names import is_owned, optimizer_class, rule_kwargs, separated, takes_matrices
+from torchtitan_dmuon.titan.parallelize import dmuon_config_of, owned_of, with_measured_forms
+from torchtitan_dmuon.titan.qk_clip import QkClip
 
 
 class DMuonOptimizersContainer(OptimizersContainer):
@@ -45,6 +46,7 @@ class DMuonOptimizersContainer(OptimizersContainer):
         self._groups = config.param_groups
         self._model = model_parts[0]
         self._update_seconds = 0.0
+        self._qk_clip: QkClip | None = None
         super().__init__(config, model_parts=model_parts)
         self.optimizers.sort(key=lambda o: not isinstance(o, OwnedOptimizer))  # its publishes hide behind the others
 
@@ -114,17 +116,26 @@ class DMuonOptimizersContainer(OptimizersContainer):
         riders = [g for g in groups if self.owned.riders.issuperset(g["param_names"])]
         matrices = [g for g in groups if not self.owned.riders.issuperset(g["param_names"])]
         options, once = separated(cls, [_options_of(g) for g in matrices])
+        if cls is Muon and table is not None:
+            options = [with_measured_forms(option, table.cost_file) for option in options]
         options += [_options_of(g) for g in riders]
         rules = [(set(g["param_names"]).__contains__, o) for g, o in zip(matrices + riders, options, strict=True)]
         # Learning rates are logged by the name of the class: "lr/DMuon", "lr/OwnedSOAP".
         shown = type("DMuon" if cls is Muon else f"Owned{cls.__name__}", (OwnedOptimizer,), {})
-        return self.owned.build_optimizer(
+        made = self.owned.build_optimizer(
             cls, groups=rules, riders=torch.optim.AdamW, optimizer_cls=shown, **{**once, **kwargs}
         )
+        if table is not None and table.qk_clip:
+            self._qk_clip = QkClip(self._model, self.owned, table.qk_clip)
+            made.after_update = self._qk_clip.apply
+        return made
 
     def _build_gathering(self, groups: list[dict[str, Any]], **kwargs: Any) -> Any:
         for group in groups:
-            layouts = {s.name: s.layout for s in owned_specs(self._model, group["param_names"])}
+            names = group["param_names"]
+            layouts = {
+                s.name: s.layout for s in owned_specs(self._model, names, names if group.get("per_head") else ())
+            }
             for name, param in zip(group["param_names"], group["params"], strict=True):
                 set_layout(param, layouts[name])
         return _built(GatherMuon, groups, kwargs)
@@ -148,6 +159,8 @@ class DMuonOptimizersContainer(OptimizersContainer):
         if owned is not None:
             owned.engine.finish_reduces()
             finite = owned.engine.gradients_are_finite()
+            if finite and self._qk_clip is not None:
+                self._qk_clip.collect()
         for optimizer in self.optimizers:
             if finite or isinstance(optimizer, OwnedOptimizer):  # the owned one skips by itself
                 optimizer.step()
@@ -186,7 +199,7 @@ def _built(cls: type[torch.optim.Optimizer], groups: list[dict[str, Any]], kwarg
 
 
 def _options_of(group: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in group.items() if k not in ("params", "param_names")}
+    return {k: v for k, v in rule_kwargs(group).items() if k not in ("params", "param_names")}
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer, owned: OwnedMatrices | None) -> list[str]:
@@ -216,8 +229,10 @@ def describe_optimizer(optimizer: torch.optim.Optimizer, owned: OwnedMatrices | 
         return [f"{name}: {len(params)} parameters, {sum(p.numel() for p in params):,} elements"]
     from torchtitan_dmuon.titan.platform import on_cpu
 
-    work = sum(flops(m, n, settings, "cpu" if on_cpu() else "cuda") for m, n in matrices)
+    device_type = "cpu" if on_cpu() else "cuda"
+    work = sum(flops(m, n, settings, device_type) for m, n in matrices)
+    gram = sum(choose_form(m, n, settings, device_type) == "gram" for m, n in matrices)
     return [
         f"{name}: {count} parameters, {len(matrices)} matrices, {elements:,} elements, "
-        f"{work / 1e9:,.1f} GFLOP of Newton-Schulz per step{ride}"
+        f"{work / 1e9:,.1f} GFLOP of Newton-Schulz per step ({gram} in the Gram form){ride}"
     ]

@@ -24,6 +24,7 @@ from torchtitan_dmuon.titan import seams
 from torchtitan_dmuon.titan.config import DMuonConfig, owned_group
 from torchtitan_dmuon.titan.initialization import draw_rows
 from torchtitan_dmuon.titan.models import dmuon_specs, has_init
+from torchtitan_dmuon.titan.names import probe, rule_kwargs
 
 _ATTRIBUTE = "_dmuon_owned"  # where the optimizer container, which is built from the model alone, finds it
 
@@ -111,8 +112,14 @@ def cost_model(config: Any, device_type: str) -> CostModel:
     group = owned_group(config)
     if group.optimizer_name != "DMuon":
         return CostModel(flops=lambda m, n: 0)
-    settings = settings_of(Muon([torch.zeros(1, 1)], **group.optimizer_kwargs).param_groups[0])
+    settings = settings_of(probe(Muon, **rule_kwargs(group.optimizer_kwargs)).param_groups[0])
     return CostModel(flops=functools.partial(flops, settings=settings, device_type=device_type))
+
+
+def with_measured_forms(rule: dict[str, Any], cost_file: str) -> dict[str, Any]:
+    """Arguments of Muon, with ``ns_form`` "auto" replaced by what ``cost_file`` measured, if it has forms."""
+    forms = CostModel.from_file(cost_file).forms if cost_file else {}
+    return {**rule, "ns_form": forms} if forms and rule.get("ns_form", "auto") == "auto" else rule
 
 
 def _route_init(owned: OwnedMatrices, seed: int) -> None:

@@ -27,8 +27,8 @@ from torchtitan_dmuon.runtime.selection import group_units, parameter_slots
 from torchtitan_dmuon.titan import checks
 from torchtitan_dmuon.titan.config import ConfigError, owned_group, uses_dmuon
 from torchtitan_dmuon.titan.models import dmuon_specs, sharded_modules
-from torchtitan_dmuon.titan.names import optimizer_class
-from torchtitan_dmuon.titan.parallelize import cost_model
+from torchtitan_dmuon.titan.names import optimizer_class, rule_kwargs
+from torchtitan_dmuon.titan.parallelize import cost_model, with_measured_forms
 from torchtitan_dmuon.topology import Topology, UnitLayout
 
 STATE_PROBE = 64  # rows and columns of the matrix on which another optimizer's state is weighed
@@ -170,7 +170,7 @@ def make_options(config: Any, world: int, device_type: str) -> Options:
 
     training, dmuon = config.training, config.dmuon
     is_muon = owned_group(config).optimizer_name == "DMuon"
-    group = owned_optimizer(config, [torch.zeros(1, 1)]).param_groups[0]
+    group = owned_optimizer(config, [torch.zeros(1, 1, device="meta" if is_muon else "cpu")]).param_groups[0]
     step = training.local_batch_size * world
     return Options(
         compute_bytes=TORCH_DTYPE_MAP[training.mixed_precision_param].itemsize,
@@ -188,10 +188,13 @@ def make_options(config: Any, world: int, device_type: str) -> Options:
     )
 
 
-def owned_optimizer(config: Any, params: list[torch.Tensor]) -> torch.optim.Optimizer:
-    """The optimizer of the first group whose matrices have owners, over ``params``."""
+def owned_optimizer(config: Any, params: list[torch.Tensor], **changes: Any) -> torch.optim.Optimizer:
+    """The optimizer of the first group whose matrices have owners, over ``params``, with other arguments if given."""
     group = owned_group(config)
-    return optimizer_class(group.optimizer_name)(params, **group.optimizer_kwargs)
+    rule = {**rule_kwargs(group.optimizer_kwargs), **changes}
+    if group.optimizer_name == "DMuon":
+        rule = with_measured_forms(rule, config.dmuon.cost_file)
+    return optimizer_class(group.optimizer_name)(params, **rule)
 
 
 def _state_bytes(config: Any) -> int:
