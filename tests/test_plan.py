@@ -125,6 +125,19 @@ def test_more_in_flight_needs_more() -> None:
     assert int(deferred["backward"].sum()) > int(base["backward"].sum())
 
 
+def test_collectives_sum_in_place() -> None:
+    topology = Topology(12, 4, 4)
+    groups = small_groups(topology, layers=1, rest=0, head=0)
+    messages, collectives = (fp.footprint(topology, groups, fp.Options(device_type=d)) for d in ("cpu", "cuda"))
+    shares = fp.LoadCounter(topology).shares(groups[1].layout)
+    # Level 1 of the unit from three others of the node, level 2 from two other nodes.
+    saved_W = 4 * 3 * shares.collected_W + 4 * 2 * shares.rooted_W
+    assert torch.equal(messages.peaks["backward"] - collectives.peaks["backward"], saved_W)
+    assert fp.Footprint.total(messages.traffic).far == fp.Footprint.total(collectives.traffic).far
+    flat = replace(topology, routing="flat")
+    assert not fp.uses_collectives(flat, "cuda") and not fp.uses_collectives(topology, "cpu")
+
+
 def test_deferring_stops_where_the_peak_would_pass_adamws() -> None:
     options = fp.Options(micro_batches=4)
     # Wide shard groups leave AdamW little at rest, while every node would keep partial sums of everything.
@@ -189,6 +202,21 @@ def test_llama_8b_on_256_ranks() -> None:
     assert figures["adamw_internode_bytes_per_step"] == pytest.approx(256 * 8 * (owned + rest) / 8 * 31 / 32, rel=1e-6)
     text = "\n".join(figures["warnings"])
     assert "96 of 256 owners are idle" in text and "2.12 times the mean cost" in text
+    # By collectives along the rails: no owner collects from 31 nodes at once.
+    assert figures["peak_bytes_per_rank"] < 0.8 * figures["adamw_peak_bytes_per_rank"]
+    assert figures["busiest_link_bytes"] < figures["adamw_busiest_link_bytes"]
+    assert "point to point" not in text and "exceeds AdamW" not in text
+
+
+def test_warnings_name_the_option_that_would_need_less() -> None:
+    wide = load("llama3_8b_dmuon", "--parallelism.data_parallel_shard_degree", "32")
+    wide.parallelism.data_parallel_replicate_degree = 2
+    wide.training.global_batch_size = 4 * 64 * wide.training.local_batch_size
+    wide.dmuon.defer_reduce = True
+    text = "\n".join(plan_command.summary(make_plan(wide, 64), 500e12)["warnings"])
+    assert "units travel point to point" in text and "holders = 'node' would do" in text
+    assert re.search(r'dmuon.holders = "node": [0-9.]+ GiB', text)
+    assert "defer_reduce" not in text  # would not need less: every sum waits for level 2 in either
 
 
 def test_other_worlds_keep_the_shards_and_say_so() -> None:

@@ -24,6 +24,8 @@ from torchtitan_dmuon.step_model import (
     simulate_dmuon,
     simulate_gather_muon,
 )
+from torchtitan_dmuon.titan import toml_config
+from torchtitan_dmuon.titan.planning import Planned, make_plan
 from torchtitan_dmuon.topology import Topology
 
 REPO = pathlib.Path(__file__).parents[1]
@@ -54,6 +56,21 @@ def test_latency_shares_nothing_and_counts_once() -> None:
     for name in "ab":
         schedule.add(name, name, 1.0, ports={"link": 1.0}, latency=0.25)
     assert schedule.run() == pytest.approx(2.25)
+
+
+def test_an_idle_port_saves_up() -> None:
+    schedule = Schedule(lambda port: 0.5 if port == "link" else 0.0)
+    first = schedule.add("first", "a", 1.0, ports={"link": 1.0})
+    pause = schedule.add("pause", "a", 0.2)
+    second = schedule.add("second", "a", 1.0, ports={"link": 1.0})
+    other = schedule.add("other", "b", 1.0, ports={"wire": 1.0})
+    schedule.run()
+    # Half a second's worth passes at 50 times the rate, during which the bucket fills by what it always does.
+    at_once = 0.5 / 49
+    assert first.end == pytest.approx(at_once + 1 - 50 * at_once)
+    at_once = 0.2 / 49
+    assert second.end - pause.end == pytest.approx(at_once + 1 - 50 * at_once)
+    assert other.end == pytest.approx(1.0)
 
 
 def test_a_task_that_can_never_run_is_named() -> None:
@@ -195,6 +212,22 @@ def test_one_rail_may_use_the_whole_port_that_a_node_shares() -> None:
     # Owners on different nodes receive at once, each node's from three others through a port of twice a rank's rate.
     port = 3 * 4 * sum(g.owned for g in work.groups) / 4 / 2e4
     assert together == pytest.approx(port, rel=0.1) and together < alone / 2
+
+
+def test_rails_are_chains_on_gpus_and_regular_topologies() -> None:
+    config = str(REPO / "train_configs" / "llama3_8b_dmuon.toml")
+
+    def planned(device: str, *flags: str) -> Planned:
+        return make_plan(toml_config.parse(["--config", config, *flags]).config, 64, 8, device)
+
+    assert command.placed(planned("cuda"), "dmuon").ring
+    assert not command.placed(planned("cuda"), "dmuon_direct").ring
+    assert not command.placed(planned("cuda"), "dmuon_flat").ring
+    assert not command.placed(planned("cpu"), "dmuon").ring
+    wide = [f"--parallelism.data_parallel_{k}_degree={n}" for k, n in (("shard", 32), ("replicate", 2))]
+    across = planned("cuda", *wide)
+    assert not command.placed(across, "dmuon").ring
+    assert command.placed(across, "dmuon_node_holders").ring
 
 
 # ---- the command ----

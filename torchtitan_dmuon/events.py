@@ -8,11 +8,13 @@ of the graph alone.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 _TINY = 1e-12
+# Times its own rate that a port passes what it has saved up (`Schedule.savings`).
+_AT_ONCE = 50.0
 
 
 @dataclass(eq=False)
@@ -37,10 +39,15 @@ class Task:
 
 
 class Schedule:
-    """Tasks in the order they are added; :meth:`run` gives each its start and end."""
+    """Tasks in the order they are added; :meth:`run` gives each its start and end.
 
-    def __init__(self) -> None:
+    ``savings``: the seconds of its full rate that a port saves up while idle, as the token bucket of a shaped link
+    does; it begins with them.
+    """
+
+    def __init__(self, savings: Callable[[Hashable], float] = lambda port: 0.0) -> None:
         self.tasks: list[Task] = []
+        self.savings = savings
 
     def add(
         self,
@@ -77,6 +84,7 @@ class Schedule:
                 task.start = now
                 silent[task] = now + task.latency
 
+        saved = {port: self.savings(port) for task in self.tasks for port in task.ports}
         for lane in list(queues):
             try_head(lane)
         while silent or moving:
@@ -84,12 +92,22 @@ class Schedule:
             for task in moving:
                 for port, share in task.ports.items():
                     load[port] += share
-            rate = {t: 1 / max((1.0, *(load[p] for p in t.ports))) for t in moving}
+            rate = {}
+            for task in moving:
+                tight = [load[p] for p in task.ports if saved[p] <= _TINY]
+                rate[task] = 1 / max((1.0, *tight)) if tight or not task.ports else _AT_ONCE
+            used: dict[Hashable, float] = dict.fromkeys((p for p in saved if self.savings(p)), 0.0)
+            for task in moving:
+                for port in task.ports.keys() & used.keys():
+                    used[port] += task.ports[port] * rate[task]
             step = min(
                 min((end - now for end in silent.values()), default=float("inf")),
                 min((left / rate[t] for t, left in moving.items()), default=float("inf")),
+                min((saved[p] / (u - 1) for p, u in used.items() if u > 1 and saved[p] > _TINY), default=float("inf")),
             )
             now += step
+            for port, u in used.items():
+                saved[port] = min(self.savings(port), max(0.0, saved[port] + (1 - u) * step))
             for task in moving:
                 moving[task] -= step * rate[task]
             for task in [t for t, end in silent.items() if end <= now + _TINY]:

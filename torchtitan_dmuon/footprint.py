@@ -20,7 +20,9 @@ from .loads import LoadCounter, Loads, Shares
 from .matrices import Piece
 from .muon import DEFAULT_BATCH_BYTES
 from .newton_schulz import NewtonSchulz, compute_dtype, workspace_bytes
+from .ownership import OwnershipPlan
 from .runtime.engine import CONTRIBUTIONS_IN_FLIGHT
+from .runtime.owned import root_owners
 from .topology import Topology, UnitLayout
 
 MASTER_BYTES = 4  # fp32 masters, reduced gradients and AdamW's parameters
@@ -104,6 +106,23 @@ def footprint(topology: Topology, groups: Sequence[Group], options: Options) -> 
     return Footprint(rest_W, peaks, adamw_rest, adamw_peaks, traffic, fsdp_traffic(whole, topology, options))
 
 
+def lay_out(groups: Sequence[Group], topology: Topology, plan: OwnershipPlan) -> list[Group]:
+    """``groups`` with the buffers that their pieces have on this topology."""
+    roots = root_owners(plan, topology)
+    return [
+        replace(g, layout=UnitLayout.build(topology, [(p.key, p.numel, roots[p.key]) for p in g.pieces]))
+        if g.pieces
+        else g
+        for g in groups
+    ]
+
+
+def uses_collectives(topology: Topology, device_type: str) -> bool:
+    """Whether units travel by collectives inside nodes and along rails, as `runtime/transport.py` chooses: on NCCL,
+    where the topology is regular."""
+    return device_type == "cuda" and topology.world > 1 and not topology.irregularity
+
+
 def should_defer(topology: Topology, groups: Sequence[Group], options: Options) -> bool:
     """Whether level 2 once per step keeps the planned peak at or below AdamW's: what defer_reduce = "auto" means. With
     one micro-batch there is nothing to defer, and the answer is True."""
@@ -175,12 +194,13 @@ def _owned_memory(
     forward_W = base_W + max(gathered(i if options.reshard else 0, i + ahead) for i in indices)
 
     # Level 1: what a collector receives before it is summed. Level 2 at a root: the node sums of the others in reduce
-    # dtype, then all of them in fp32, to be added in the order of nodes.
+    # dtype, their total in fp32, and the gradient it is added to. Collectives sum in place and receive nothing aside.
     nodes, flat = topology.nodes, topology.routing == "flat"
+    in_place = uses_collectives(topology, options.device_type)
     senders_W = torch.full_like(members_W, topology.world - 1) if flat else members_W - 1
-    received = [w * senders_W * x for x in collected]
+    received = [zero_W if in_place else w * senders_W * x for x in collected]
     partial = [w * x * (nodes if flat else 1) for x in collected]
-    tail = [((0 if flat else (nodes - 1) * w) + nodes * MASTER_BYTES) * r for r in rooted]
+    tail = [((0 if flat or in_place else (nodes - 1) * w) + 2 * MASTER_BYTES) * r for r in rooted]
     earlier_W = sum(partial, zero_W) if options.defer_reduce and options.micro_batches > 1 else zero_W
 
     backward_W, sums_W, tail_W, shards = zero_W, zero_W, zero_W, 0.0
@@ -274,7 +294,8 @@ def _owned_traffic(counter: LoadCounter, groups: Sequence[Group], options: Optio
     elements = {phase: Loads.none(topology.world) for phase in ("gather", "reduce_1", "reduce_2", "publish")}
     for group in groups:
         if group.layout is not None:
-            for phase, loads in counter.loads(group.layout).items():
+            moved = counter.chains if uses_collectives(topology, options.device_type) else counter.loads
+            for phase, loads in moved(group.layout).items():
                 elements[phase] = elements[phase] + loads
     c, w = options.compute_bytes, options.reduce_bytes
     spread = elements["publish"]

@@ -177,6 +177,40 @@ class LoadCounter:
             "publish": self.spread(layout),
         }
 
+    def chains(self, layout: UnitLayout) -> dict[str, Loads]:
+        """:meth:`loads` where a range passes from rank to rank, inside nodes by local rank and along rails by node:
+        from its source on for a gather or publish, to its root at last for a reduce. Every link carries it once. For
+        regular topologies; in total as much as :meth:`loads`."""
+        t, shares = self.topology, self.shares(layout)
+        shape = (t.nodes, -1)
+        held, collected, rooted = (x.view(shape) for x in (shares.held_W, shares.collected_W, shares.rooted_W))
+        total, none = torch.full_like(held, layout.numel), torch.zeros_like(held)
+
+        def chain(
+            all_of: torch.Tensor, at: torch.Tensor, axis: int, is_reduce: bool
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            """(sent, received): the ends of a range's chain leave one of them out."""
+            if is_reduce:
+                return all_of - at, all_of - at.roll(1, axis)
+            return all_of - at.roll(-1, axis), all_of - at
+
+        def far(is_reduce: bool) -> tuple[torch.Tensor, torch.Tensor]:
+            return chain(collected, rooted, 0, is_reduce)
+
+        def near(at: torch.Tensor, is_reduce: bool) -> tuple[torch.Tensor, torch.Tensor]:
+            return chain(total, at, 1, is_reduce)
+
+        parts = {
+            "gather": (near(held, False), (none, none)),
+            "reduce_1": (near(collected, True), (none, none)),
+            "reduce_2": ((none, none), far(True)),
+            "publish": ((none, none), far(False)),
+        }
+        return {
+            phase: Loads(sent.flatten(), far_sent.flatten(), received.flatten(), far_received.flatten())
+            for phase, ((sent, received), (far_sent, far_received)) in parts.items()
+        }
+
     def _gather(self, layout: UnitLayout, shares: Shares) -> Loads:
         t, held = self.topology, shares.held_W
         total = layout.numel

@@ -15,13 +15,15 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchtitan_dmuon.footprint import PHASES, Footprint
+from torchtitan_dmuon.footprint import PHASES, Footprint, Options, footprint, lay_out
 from torchtitan_dmuon.packing import packing_bound
+from torchtitan_dmuon.topology import Topology
 
 if TYPE_CHECKING:
     from torchtitan_dmuon.titan.planning import Planned
@@ -137,8 +139,12 @@ def warnings(planned: Planned, flops_per_second: float) -> list[str]:
             f"the planned peak, {peak / 2**30:.2f} GiB on rank {rank} in {phase}, exceeds AdamW's "
             f"{weighed.adamw_peak / 2**30:.2f} GiB"
         )
-    if planned.options.defer_reduce and planned.options.micro_batches > 1 and peak > weighed.adamw_peak:
-        found.append("the deferred reduce keeps node sums between micro-batches: dmuon.defer_reduce = false needs less")
+        found += [f"{choice}: {need / 2**30:.2f} GiB at the peak" for choice, need in lighter(planned, peak)]
+    if topology.nodes > 2 and planned.options.device_type == "cuda" and topology.irregularity:
+        found.append(
+            f"units travel point to point, straight between all nodes and an owner: {topology.irregularity}. An owner "
+            f"receives {topology.nodes - 1} copies of its piece through its one link"
+        )
     far = Footprint.total(weighed.traffic)
     if far.far and far.busiest_far > UNEVEN * far.far / topology.world:
         rank = int(torch.maximum(far.sent_far_W, far.received_far_W).argmax())
@@ -148,6 +154,22 @@ def warnings(planned: Planned, flops_per_second: float) -> list[str]:
             f"{Footprint.total(weighed.adamw_traffic).busiest_far / 1e9:.2f} GB)"
         )
     return found
+
+
+def lighter(planned: Planned, peak: int) -> list[tuple[str, int]]:
+    """(option, bytes) of what was chosen otherwise and would have a lower peak on the fullest rank."""
+    topology, options = planned.topology, planned.options
+    tries: list[tuple[str, Topology, Options]] = []
+    if topology.holders == "node":
+        tries.append(('dmuon.holders = "shard_group"', replace(topology, holders="shard_group"), options))
+    elif topology.shard_size > topology.ranks_per_node and topology.ownership == "global":
+        tries.append(('dmuon.holders = "node"', replace(topology, holders="node"), options))
+    if options.defer_reduce and options.micro_batches > 1:
+        tries.append(("dmuon.defer_reduce = false", topology, replace(options, defer_reduce=False)))
+    needs = [
+        (choice, int(footprint(t, lay_out(planned.groups, t, planned.plan), o).peak_W.max())) for choice, t, o in tries
+    ]
+    return [(choice, need) for choice, need in needs if need < peak]
 
 
 # ---- measured costs ----
@@ -180,8 +202,7 @@ def calibrate(planned: Planned, path: Path, device: torch.device) -> dict[str, d
             shape: "gram" if each["gram"] <= 0.9 * each["standard"] else "standard" for shape, each in seconds.items()
         }
         table = {shape: seconds[shape][form] for shape, form in chosen.items()} | {"forms": chosen}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(table, indent=1) + "\n")
+    write_json(path, table)
     return seconds
 
 
@@ -352,11 +373,28 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="also draw a picture")
 
 
-def read_config(args: argparse.Namespace, flags: Sequence[str]) -> Any:
+def run_with_config(prog: str, args: argparse.Namespace, flags: Sequence[str], body: Callable[[Any], None]) -> int:
+    """Call ``body`` with the Trainer.Config that the arguments name. Exit code 0, or 2 with one line on standard error,
+    with the place in the file where there is one."""
     from torchtitan_dmuon.titan import toml_config
+    from torchtitan_dmuon.titan.config import ConfigError
+    from torchtitan_dmuon.titan.platform import PlatformError
 
-    module = ["--module", args.module] if args.module else []
-    return toml_config.parse([*module, "--config", args.config, *flags])
+    run = None
+    try:
+        module = ["--module", args.module] if args.module else []
+        run = toml_config.parse([*module, "--config", args.config, *flags])
+        body(run.config)
+    except (ConfigError, PlatformError, ValueError, OSError) as error:
+        located = run.source.locate(error) if run is not None and isinstance(error, ConfigError) else error
+        print(f"{prog}: {located}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def write_json(path: Path, data: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(data, indent=2) + "\n")
 
 
 def build_parser(prog: str) -> argparse.ArgumentParser:
@@ -384,22 +422,17 @@ def main(argv: Sequence[str] | None = None, prog: str = "dmuon plan") -> int:
     if args.world < 1 or args.ranks_per_node < 0 or not args.flops > 0:
         print(f"{prog}: --world and --flops must be positive, --ranks-per-node at least 0", file=sys.stderr)
         return 2
-    from torchtitan_dmuon.titan.config import ConfigError
-    from torchtitan_dmuon.titan.platform import PlatformError
 
-    run = None
-    try:
-        run = read_config(args, flags)
+    def body(config: Any) -> None:
         from torchtitan_dmuon.titan.planning import make_plan
 
         begin = time.perf_counter()
-        planned = make_plan(run.config, args.world, args.ranks_per_node, args.device, args.flavor, args.pattern)
+        planned = make_plan(config, args.world, args.ranks_per_node, args.device, args.flavor, args.pattern)
         figures = summary(planned, args.flops)
         figures["plan_seconds"] = time.perf_counter() - begin
         print_tables(planned, figures)
         if args.json is not None:
-            args.json.parent.mkdir(parents=True, exist_ok=True)
-            args.json.write_text(json.dumps(figures, indent=2) + "\n")
+            write_json(args.json, figures)
         if args.plot is not None:
             plot(planned, args.plot)
             print(f"picture: {args.plot}")
@@ -408,11 +441,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "dmuon plan") -> int:
             for shape, both in calibrate(planned, args.calibrate, device).items():
                 print(f"{shape:>12}: " + ", ".join(f"{form} {1e3 * each:.3f} ms" for form, each in both.items()))
             print(f"timed on {device.type}: {args.calibrate}; use it as dmuon.cost_file")
-    except (ConfigError, PlatformError, ValueError, OSError) as error:
-        located = run.source.locate(error) if run is not None and isinstance(error, ConfigError) else error
-        print(f"{prog}: {located}", file=sys.stderr)
-        return 2
-    return 0
+
+    return run_with_config(prog, args, flags, body)
 
 
 if __name__ == "__main__":

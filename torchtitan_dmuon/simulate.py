@@ -16,11 +16,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchtitan_dmuon.events import trace_events
-from torchtitan_dmuon.footprint import MASTER_BYTES, Footprint, Group, Options, adamw_memory, footprint, fsdp_traffic
+from torchtitan_dmuon.footprint import (
+    MASTER_BYTES,
+    Footprint,
+    Group,
+    Options,
+    adamw_memory,
+    footprint,
+    fsdp_traffic,
+    lay_out,
+    uses_collectives,
+)
 from torchtitan_dmuon.newton_schulz import flops, workspace_bytes
 from torchtitan_dmuon.ownership import OwnershipPlan, assign
-from torchtitan_dmuon.plan import add_config_arguments, read_config
-from torchtitan_dmuon.runtime.owned import root_owners
+from torchtitan_dmuon.plan import add_config_arguments, run_with_config, write_json
 from torchtitan_dmuon.step_model import (
     Cluster,
     Placed,
@@ -31,7 +40,7 @@ from torchtitan_dmuon.step_model import (
     simulate_dmuon,
     simulate_gather_muon,
 )
-from torchtitan_dmuon.topology import Topology, UnitLayout
+from torchtitan_dmuon.topology import Topology
 
 if TYPE_CHECKING:
     from torchtitan_dmuon.titan.planning import Planned
@@ -43,9 +52,9 @@ DMUON: dict[str, tuple[dict[str, str], dict[str, bool]]] = {
     "dmuon_flat": ({"routing": "flat"}, {}),
     "dmuon_sync": ({}, {"sync": True}),
     "dmuon_node_holders": ({"holders": "node"}, {}),
-    # Not built: what level 2 and publishes would take as pipelined rings along a rail, or with all units at once.
-    "dmuon_ring": ({}, {"ring": True}),
-    "dmuon_overlap": ({}, {"overlap": True}),
+    # Point to point, as on irregular topologies, in its worst and its best case.
+    "dmuon_direct": ({}, {"ring": False}),
+    "dmuon_overlap": ({}, {"ring": False, "overlap": True}),
 }
 VARIANTS = ("adamw", "gather_muon", "dist_muon", *DMUON)
 
@@ -91,6 +100,7 @@ def read_cluster(name: str) -> Cluster:
         far_latency=number("between", "latency_seconds"),
         far_shared=bool(between.get("shared", False)),
         blocking_all_reduce=bool(between.get("blocking_all_reduce", False)),
+        far_burst_bytes=number("between", "burst_bytes") if "burst_bytes" in between else 0.0,
     )
 
 
@@ -109,24 +119,17 @@ def work_of(planned: Planned) -> Work:
     return Work(planned.groups, forward, recompute_share(planned.config), planned.options)
 
 
-def lay_out(groups: Sequence[Group], topology: Topology, plan: OwnershipPlan) -> list[Group]:
-    """``groups`` with the buffers that their pieces have on this topology."""
-    roots = root_owners(plan, topology)
-    return [
-        replace(g, layout=UnitLayout.build(topology, [(p.key, p.numel, roots[p.key]) for p in g.pieces]))
-        if g.pieces
-        else g
-        for g in groups
-    ]
-
-
 def placed(planned: Planned, name: str) -> Placed:
     """The plan on the topology of one variant of DMuon."""
     changes, options = DMUON[name]
     topology = replace(planned.topology, **changes)  # type: ignore[arg-type]
     groups = lay_out(planned.groups, topology, planned.plan)
-    sync = options.get("sync", planned.config.dmuon.publish == "sync")
-    return Placed(planned.plan, topology, groups, sync, options.get("ring", False), options.get("overlap", False))
+    made = {
+        "sync": planned.config.dmuon.publish == "sync",
+        "ring": uses_collectives(topology, planned.options.device_type),
+        **options,
+    }
+    return Placed(planned.plan, topology, groups, **made)
 
 
 def simulate(planned: Planned, cluster: Cluster, names: Sequence[str]) -> dict[str, tuple[Simulated, dict[str, Any]]]:
@@ -142,7 +145,7 @@ def simulate(planned: Planned, cluster: Cluster, names: Sequence[str]) -> dict[s
             if name == "dmuon_node_holders" and topology.shard_size == topology.ranks_per_node:
                 continue
             weighed = footprint(mine.topology, mine.groups, planned.options)
-            peak = None if mine.ring or mine.overlap else int(weighed.peak_W.max())
+            peak = None if name in ("dmuon_direct", "dmuon_overlap") else int(weighed.peak_W.max())
             far = Footprint.total(weighed.traffic).far
             found[name] = (simulate_dmuon(cluster, work, mine), far, peak)
         elif name == "adamw":
@@ -298,22 +301,19 @@ def main(argv: Sequence[str] | None = None, prog: str = "dmuon simulate") -> int
     if not all(w.isdecimal() and int(w) > 0 for w in args.world.split(",")):
         print(f"{prog}: --world {args.world}: expected positive numbers, such as 8,64,256", file=sys.stderr)
         return 2
-    from torchtitan_dmuon.titan.config import ConfigError
-    from torchtitan_dmuon.titan.platform import PlatformError
 
-    points: list[dict[str, Any]] = []
-    run = None
-    try:
-        cluster = read_cluster(args.cluster)
-        run = read_config(args, flags)
+    def body(config: Any) -> None:
         import copy
 
+        from torchtitan_dmuon.titan.config import ConfigError
         from torchtitan_dmuon.titan.planning import make_plan
 
+        cluster = read_cluster(args.cluster)
+        points: list[dict[str, Any]] = []
         results: dict[str, tuple[Simulated, dict[str, Any]]] = {}
         for world in map(int, args.world.split(",")):
             per_node = args.ranks_per_node or cluster.ranks_per_node
-            planned = make_plan(copy.deepcopy(run.config), world, per_node, "cuda", args.flavor, args.pattern)
+            planned = make_plan(copy.deepcopy(config), world, per_node, "cuda", args.flavor, args.pattern)
             if not planned.options.is_muon:
                 raise ConfigError("only DMuon is simulated; choose it as optimizer_name", "optimizer.param_groups")
             results = simulate(planned, cluster, names)
@@ -322,18 +322,14 @@ def main(argv: Sequence[str] | None = None, prog: str = "dmuon simulate") -> int
             points.append({"world": world, "variants": figures})
         if args.json is not None:
             found = points[0] if len(points) == 1 else {"points": points}
-            args.json.parent.mkdir(parents=True, exist_ok=True)
-            args.json.write_text(json.dumps({"cluster": cluster.name, **found}, indent=2) + "\n")
+            write_json(args.json, {"cluster": cluster.name, **found})
         if args.plot is not None:
             plot(points, args.plot)
         if args.trace is not None:
             tracks = [trace_events(s.tasks, name, i) for i, (name, (s, _)) in enumerate(results.items())]
             args.trace.write_text(json.dumps({"traceEvents": [event for track in tracks for event in track]}))
-    except (ConfigError, PlatformError, ValueError, OSError) as error:
-        located = run.source.locate(error) if run is not None and isinstance(error, ConfigError) else error
-        print(f"{prog}: {located}", file=sys.stderr)
-        return 2
-    return 0
+
+    return run_with_config(prog, args, flags, body)
 
 
 if __name__ == "__main__":

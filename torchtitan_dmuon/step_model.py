@@ -23,7 +23,7 @@ from .loads import LoadCounter, Loads
 from .newton_schulz import flops
 from .ownership import ELEMENTWISE_BYTES, OwnershipPlan
 from .runtime.engine import CONTRIBUTIONS_IN_FLIGHT
-from .topology import Topology
+from .topology import Topology, UnitLayout
 
 ADAMW_BYTES = 28  # of memory traffic per element: parameter, gradient and moments read, parameter and moments written
 STEPS = 3  # simulated; the last is the one reported: publishes of the step before reach into it
@@ -45,6 +45,7 @@ class Cluster:
     far_latency: float
     far_shared: bool = False
     blocking_all_reduce: bool = False  # FSDP2's own all-reduce stops the computation, as on gloo
+    far_burst_bytes: float = 0.0  # that a link between nodes passes at once after it was idle
 
 
 @dataclass(frozen=True)
@@ -70,13 +71,16 @@ class Placed:
     topology: Topology
     groups: Sequence[Group]
     sync: bool = False
-    # Two that are not built: level 2 and publishes as pipelined rings along a rail, and any number of units at once.
-    ring: bool = False
-    overlap: bool = False
+    ring: bool = False  # by collectives that pass ranges on (`footprint.uses_collectives`), else point to point
+    overlap: bool = False  # point to point with any number of units under way: the best case of that route
 
     @cached_property
     def counter(self) -> LoadCounter:
         return LoadCounter(self.topology)
+
+    def loads(self, layout: UnitLayout) -> dict[str, Loads]:
+        """Elements by phase, as this route moves them."""
+        return self.counter.chains(layout) if self.ring else self.counter.loads(layout)
 
 
 @dataclass
@@ -95,8 +99,9 @@ class StepModel:
     def __init__(self, cluster: Cluster, work: Work, topology: Topology) -> None:
         self.cluster, self.work, self.topology = cluster, work, topology
         self.options = work.options
-        self.schedule = Schedule()
         self.rails = min(topology.ranks_per_node, topology.world)
+        burst = cluster.far_burst_bytes / (cluster.far_rate * (self.rails if cluster.far_shared else 1))
+        self.schedule = Schedule(lambda port: 0.0 if port == "inside" else burst)
         self._micro = replace(work.options, micro_batches=1, reshard=False)  # FSDP2's bytes of one pass
         local_W = torch.tensor([topology.local(r) for r in range(topology.world)])
         self._by_rail = [torch.nonzero(local_W == rail).flatten() for rail in range(self.rails)]
@@ -161,7 +166,7 @@ class StepModel:
         work, options = self.work, self.options
         groups, count = work.groups, len(work.groups)
         placed = own.groups if own is not None else groups
-        loads = [own.counter.loads(g.layout) if own is not None and g.layout is not None else None for g in placed]
+        loads = [own.loads(g.layout) if own is not None and g.layout is not None else None for g in placed]
         shares = [None if own is None or g.layout is None else own.counter.shares(g.layout) for g in placed]
         rest = [g.rest + (0 if loads[i] is not None else g.owned) for i, g in enumerate(groups)]
         add, c, w = self.schedule.add, options.compute_bytes, options.reduce_bytes
@@ -213,8 +218,13 @@ class StepModel:
                         assert own is not None and share is not None
                         task = self.exchange(f"reduce {i}", "reduce", load["reduce_1"], w, [back[i]])
                         members = self.rails if own.topology.routing == "two_level" else own.topology.world
-                        # Received sums are read, the total read and written.
-                        added = int(share.collected_W.max()) * members * 3 * w / memory_rate
+                        most = int(share.collected_W.max()) * members
+                        if (
+                            own.ring and (layout := placed[i].layout) is not None
+                        ):  # every rank adds to what it passes on
+                            most = layout.numel
+                        # What was received is read, the total read and written.
+                        added = most * 3 * w / memory_rate
                         level_1[i] = add(f"sum {i}", "reduce", added, [task])
                         if is_last or not options.defer_reduce:
                             last += self._between(own, f"level 2 {i}", "level 2", load["reduce_2"], w, [level_1[i]])
@@ -253,16 +263,14 @@ class StepModel:
             waits = [*after, *(relay[rail] if relay else ())]
             key: tuple[object, ...] = (name, rail) if own.overlap else (lane, rail)  # overlap: a lane for each unit
             latency, summed = self.cluster.far_latency, received * 3 * MASTER_BYTES
-            if own.ring and nodes > 1:
-                # Each rank of the rail passes everything on once; the pipeline's depth costs latency alone.
-                sent = received = sent if is_reduce else received
+            if own.ring:  # in pieces: the depth of the pipeline costs latency alone
                 latency, summed = latency * nodes, received * 3 * size
             task: Task | None
             if self.cluster.far_shared and (sent or received):
                 roots_W = (loads.received_far_W if is_reduce else loads.sent_far_W)[at]
                 by_root = [(int(n), x) for n, x in enumerate(roots_W.tolist()) if x]
                 if own.ring:
-                    by_root = [(-1, sent)]
+                    by_root = [(-1, max(sent, received))]
                 task = self._through_ports(own, name, key, by_root, is_reduce, size, waits, latency)
             else:
                 longest = max(sent, received)
@@ -420,7 +428,7 @@ def simulate_dmuon(cluster: Cluster, work: Work, placed: Placed) -> Simulated:
         for i, group in enumerate(placed.groups):
             made: list[Task | None] = []
             if group.layout is not None and topology.ownership == "global":
-                loads = placed.counter.spread(group.layout)
+                loads = placed.loads(group.layout)["publish"]
                 owners = [[add(f"updated {i}", None, updated[i][rail], [norm])] for rail in range(model.rails)]
                 made = model._between(placed, f"publish {i}", "publish", loads, options.compute_bytes, (), owners)
             published.append([t for t in made if t is not None])

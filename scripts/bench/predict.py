@@ -19,11 +19,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torchtitan_dmuon.footprint import Group, Options
+from torchtitan_dmuon.footprint import Group, Options, lay_out
 from torchtitan_dmuon.newton_schulz import NewtonSchulz
 from torchtitan_dmuon.ownership import MeshSpec, OwnershipPlan, assign
 from torchtitan_dmuon.runtime.selection import group_units, parameter_slots, select_specs
-from torchtitan_dmuon.simulate import DMUON, lay_out, read_cluster
+from torchtitan_dmuon.simulate import DMUON, read_cluster
 from torchtitan_dmuon.step_model import (
     Cluster,
     Placed,
