@@ -68,7 +68,8 @@ def splitting(planned: Planned, cluster: Cluster, ranks: int) -> tuple[float, fl
     Split by columns of the longer side, each of k ranks takes 1/k of the products with X and repeats those of [s, s]:
     T (4 s^2 l / k + 2 s^3) FLOPs, with one all-reduce of [s, s] in bf16 a step, and X scattered and gathered in bf16.
     """
-    settings, steps = planned.settings, planned.settings.steps
+    settings = planned.options.settings
+    steps = settings.steps
     rate = DEFAULT_FLOPS
     best = (max(planned.ns_flops()) / rate, max(planned.ns_flops()) / rate, 0.0)
     kinds: dict[tuple[int, int], int] = {}
