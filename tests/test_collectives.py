@@ -7,6 +7,7 @@ gloo's own order counts as equal within the limits of `parity_table`.
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -109,6 +110,29 @@ def _reads(rank: int, world: int) -> tuple[list[str], bool]:
 
 def test_the_host_reads_the_device_once_in_a_step() -> None:
     assert run_ranks(_reads, 2, ranks_per_node=1) == [(["tolist"], True)] * 2
+
+
+def _two_backwards(rank: int, world: int) -> list[bool]:
+    """Both go between nodes, the first still on its way when the second reduces. Are the sums those without delay?"""
+    found = []
+    for transport in ("point_to_point", "collective"):
+        grads: list[dict[str, torch.Tensor]] = []
+        for delay in (0.0, 0.1):
+            model = tower(2)
+            owned = own(model, 2, 2, transport=transport)
+            level_2 = owned.engine.transport.reduce_between_nodes
+            owned.engine.transport.reduce_between_nodes = lambda unit, go=level_2, d=delay: (time.sleep(d), go(unit))[1]
+            backward(model, 0, rank)
+            backward(model, 1, rank)
+            owned.engine.finish_reduces()
+            grads.append({k: p.grad.clone() for u in owned.engine.units for k, p in u.master_of.items()})
+            owned.close()
+        found.append(same(*grads))
+    return found
+
+
+def test_a_reduce_waits_for_the_last_one_of_its_unit() -> None:
+    assert run_ranks(_two_backwards, 4, ranks_per_node=2, limit=30) == [[True, True]] * 4
 
 
 # ---- in one process ----

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import os
 import re
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import torchtitan_dmuon as dmuon
 from torchtitan_dmuon.runtime import engine as engine_module
 from torchtitan_dmuon.runtime.engine import Engine
+from torchtitan_dmuon.runtime.lanes import Ticket
 from torchtitan_dmuon.runtime.schedule import GatherOrder, ReduceQueue
 from torchtitan_dmuon.runtime.unit import Unit
 from torchtitan_dmuon.runtime.wires import LogEntry, Logged
@@ -121,8 +123,16 @@ def _forget_before_free(engine: Engine) -> None:
     engine._free = lambda unit: unit.free() if unit.gathered or unit.gathering else None
 
 
-def _forget_borrow(engine: Engine, phase: str) -> None:
-    engine._lanes[phase].borrow = lambda tensor: None
+def _forget_contribution(engine: Engine) -> None:
+    class Forgetful(deque):
+        def append(self, item: tuple[Ticket, torch.Tensor]) -> None:
+            super().append((item[0], torch.empty(0)))
+
+    engine._contributions = Forgetful()
+
+
+def _forget_borrow(engine: Engine) -> None:
+    engine._lanes["reduce_between_nodes"].borrow = lambda tensor: None
 
 
 def _forget_earlier_publish(engine: Engine) -> None:
@@ -143,14 +153,8 @@ def _forget_reduces(engine: Engine) -> None:
 FAULTS: dict[str, tuple[Callable[[Engine], None], str]] = {
     "a gather does not wait for the publish": (_forget_after, "gather reads .* what publish wrote"),
     "a free does not wait for the gather": (_forget_before_free, "compute reuses memory that gather"),
-    "a contribution is not borrowed": (
-        functools.partial(_forget_borrow, phase="reduce"),
-        "compute reuses memory that reduce",
-    ),
-    "a partial sum is not borrowed": (
-        functools.partial(_forget_borrow, phase="reduce_between_nodes"),
-        "reduce reuses memory that reduce_between_nodes",
-    ),
+    "a contribution is dropped before its reduce": (_forget_contribution, "compute reuses memory that reduce"),
+    "a partial sum is not borrowed": (_forget_borrow, "reduce reuses memory that reduce_between_nodes"),
     "a publish does not wait for the last one": (
         _forget_earlier_publish,
         "compute writes .* what publish (read|wrote)",

@@ -61,16 +61,16 @@ def test_a_checkpoint_has_one_key_per_parameter(folder, dmuon):
     assert all(len(metadata[k].chunks) == 1 for k in momenta)
 
 
-def test_riders_continue_a_run_without_them_under_the_same_keys(folder, dmuon, tmp_path):
+def test_a_run_without_riders_continues_one_with_them_under_the_same_keys(folder, dmuon, tmp_path):
     first = folder / "DMuon" / "checkpoint"
     flags = ("--checkpoint.enable", "--checkpoint.interval", "5", "--checkpoint.no-last_save_model_only")
     flags += ("--checkpoint.initial_load_path", str(first / "step-5"), "--checkpoint.no-initial_load_model_only")
-    again = train(folder, "DMuon", 4, *flags, "--dump_folder", str(tmp_path), "--dmuon.riders")
+    again = train(folder, "DMuon", 4, *flags, "--dump_folder", str(tmp_path), "--dmuon.no-riders")
     assert losses(again) == pytest.approx(losses(dmuon)[5:], abs=1e-4)
     paths = (first / "step-10", tmp_path / "checkpoint" / "step-10")
-    with_out, with_ = (dcp.FileSystemReader(path).read_metadata().state_dict_metadata for path in paths)
-    assert with_out.keys() == with_.keys()
-    small = {k: v.size for k, v in with_out.items() if re.search(r"layers\.\d\.\w+_norm\.weight(\.exp_avg(_sq)?)?$", k)}
+    with_, without = (dcp.FileSystemReader(path).read_metadata().state_dict_metadata for path in paths)
+    assert without.keys() == with_.keys()
+    small = {k: v.size for k, v in without.items() if re.search(r"layers\.\d\.\w+_norm\.weight(\.exp_avg(_sq)?)?$", k)}
     assert len(small) == 6 * 2 * 3 and all(with_[k].size == size for k, size in small.items())
     values = []
     for path in paths:
@@ -127,7 +127,7 @@ def test_every_mesh_starts_from_the_same_weights_and_trains(folder, dmuon):
         return {k: v for r in results for k, v in r["before"].items()}
 
     one = initial(1, (1, 1))
-    assert len(one) == 30
+    assert len(one) == 30 + 12  # matrices and riders
     for world, mesh in ((2, (1, 2)), (4, (4, 1)), (4, (1, 4))):
         other = initial(world, mesh)
         assert other.keys() == one.keys()

@@ -63,7 +63,9 @@ class Engine:
         self.sent = transport.sent
         self._lanes: dict[str, Lane] = {p: make_lane(p, device) for p in PHASES}
         self._order_check = OrderCheck(control, rank)
-        self._contributions: deque[Ticket] = deque()
+        # Kept until the computation is ordered after their reduce: then their memory is free in stream order, and the
+        # host, however far ahead, does not allocate more of them.
+        self._contributions: deque[tuple[Ticket, torch.Tensor]] = deque()
         self._unfinished: set[int] = set()  # units with partial sums that have not been through level 2
         self._reduced: set[int] = set()  # units with gradients since the last step
         self._norm: torch.Tensor | None = None  # of the gradients as reduced, if a clip has taken it
@@ -189,14 +191,15 @@ class Engine:
     def _issue_reduce(self, index: int) -> None:
         unit = self.units[index]
         while len(self._contributions) >= CONTRIBUTIONS_IN_FLIGHT:
-            self.exposure.wait("reduce", self._contributions.popleft())
+            self.exposure.wait("reduce", self._contributions[0][0])
+            self._contributions.popleft()
         unit.drop_scratch()
         self.clipped_to = None
         contrib = unit.take_gradients()
-        self._lanes["reduce"].borrow(contrib)
-        ticket = self._submit("reduce", unit, lambda: self._reduce_in_node(unit, contrib))
+        # The sums that its last level 2 takes away are not added to before.
+        ticket = self._submit("reduce", unit, lambda: self._reduce_in_node(unit, contrib), unit.reducing[-1:])
         unit.reducing.append(ticket)
-        self._contributions.append(ticket)
+        self._contributions.append((ticket, contrib))
         self._norm = self._finite = None
         self._unfinished.add(index)
         self._reduced.add(index)

@@ -75,7 +75,7 @@ class DMuonConfig:
     deterministic: bool = False
     """Also fix the batches of Newton-Schulz, so that bits do not depend on the plan."""
 
-    riders: bool = False
+    riders: bool = True
     """
     Whether small parameters that AdamW updates (norm weights, biases) travel in the buffers of their block's matrices,
     so that FSDP2 has nothing to gather there.
