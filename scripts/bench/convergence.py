@@ -23,9 +23,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# One process is enough for what is asked here; "dmuon 2x2" shows that four ranks draw the same curve.
-FILES = {"adamw": "debug_adamw", "muon": "debug_gather_muon", "dmuon": "debug_dmuon", "dmuon 2x2": "debug_dmuon"}
-SEQUENCES = 4  # of a step, whatever the number of processes
+# One process is enough for what is asked here, and gives every method the same batches.
+FILES = {"adamw": "debug_adamw", "muon": "debug_gather_muon", "dmuon": "debug_dmuon"}
+SEQUENCES = 4  # of a step
 SMOOTH = 3
 
 
@@ -56,15 +56,14 @@ class Runs:
 
         from torchtitan_dmuon import local
 
-        ranks, replicas, shards = (4, 2, 2) if method.endswith("2x2") else (1, 1, 1)
         flags = {
             "config": ROOT / "train_configs" / f"{FILES[method]}.toml",
             "dump_folder": folder,
             "training.steps": self.steps,
-            "training.local_batch_size": SEQUENCES // ranks,
+            "training.local_batch_size": SEQUENCES,
             "training.mixed_precision_param": "float32",
-            "parallelism.data_parallel_replicate_degree": replicas,
-            "parallelism.data_parallel_shard_degree": shards,
+            "parallelism.data_parallel_replicate_degree": 1,
+            "parallelism.data_parallel_shard_degree": 1,
             "debug.seed": seed,
             f"optimizer.param_groups.{0 if matrix_lr is None else 1}.optimizer_kwargs.lr": adamw_lr,
         }
@@ -78,15 +77,13 @@ class Runs:
         for stream in (1, 2):
             os.dup2(log, stream)
         try:
-            code = local.main([str(ranks), *argv])
+            code = local.main(["1", *argv])
         finally:
             sys.stdout.flush()
             for stream, own in zip((1, 2), kept):
                 os.dup2(own, stream)
         if code:
-            raise RuntimeError(
-                f"a run ended with code {code}: python -m torchtitan_dmuon.local {ranks} {' '.join(argv)}"
-            )
+            raise RuntimeError(f"a run ended with code {code}: python -m torchtitan_dmuon.local 1 {' '.join(argv)}")
 
     @staticmethod
     def _read(folder: Path) -> dict[str, list[float]]:
@@ -126,9 +123,8 @@ def measure(runs: Runs, adamw_grid: Sequence[float], matrix_grid: Sequence[float
 
     curves: dict[str, list[dict]] = {}
     for method in FILES:
-        many = 1 if method.endswith("2x2") else seeds
         curves[method] = [
-            runs.curve(method, adamw_lr, None if method == "adamw" else matrix_lr, seed) for seed in range(many)
+            runs.curve(method, adamw_lr, None if method == "adamw" else matrix_lr, seed) for seed in range(seeds)
         ]
     methods = {}
     for method, each in curves.items():
@@ -177,18 +173,17 @@ def plot(figures: dict, path: Path) -> None:
     figure = Figure(figsize=(10, 4), layout="constrained")
     FigureCanvasAgg(figure)
     by_step, by_time = figure.subplots(1, 2, sharey=True)
-    styles = {"adamw": ("C0", "-"), "muon": ("C1", "-"), "dmuon": ("C2", "--"), "dmuon 2x2": ("C3", ":")}
+    styles = {"adamw": ("C0", "-"), "muon": ("C1", "-"), "dmuon": ("C2", "--")}
     for name, each in figures["methods"].items():
         color, line = styles[name]
         for number, curve in enumerate(each["curves"]):
             losses = smoothed(curve["loss"])
             label = None if number else name
             by_step.plot(range(1, len(losses) + 1), losses, line, color=color, label=label, linewidth=1)
-            if not name.endswith("2x2"):  # four processes on two cores say nothing about time
-                by_time.plot(curve["seconds"], losses, line, color=color, linewidth=1)
+            by_time.plot([each["step_seconds"] * i for i in range(1, len(losses) + 1)], losses, line, color=color)
     by_step.axhline(figures["methods"]["adamw"]["final_loss"], color="gray", linewidth=0.6)
     by_step.set(xlabel="step", ylabel="training loss, mean of three steps")
-    by_time.set(xlabel="seconds, one process")
+    by_time.set(xlabel="seconds, one process, at the median step")
     by_step.legend()
     figure.savefig(path, dpi=110)
 
