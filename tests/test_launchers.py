@@ -323,6 +323,7 @@ def test_configuration_page_has_every_key():
 
     from torchtitan_dmuon.muon import Muon
     from torchtitan_dmuon.titan.config import DMuonConfig
+    from torchtitan_dmuon.titan.names import LAYOUT_OPTIONS
 
     page = (ROOT / "docs/configuration.md").read_text()
     optimizer, dmuon = page.split("## `[dmuon]`")
@@ -330,7 +331,7 @@ def test_configuration_page_has_every_key():
     assert set(re.findall(r"^\| `(\w+)` \|", dmuon, flags=re.M)) == keys
     arguments = set(inspect.signature(Muon.__init__).parameters) - {"self", "params"}
     table = optimizer.split("### Arguments")[1]
-    assert set(re.findall(r"^\| `(\w+)` \|", table, flags=re.M)) == arguments
+    assert set(re.findall(r"^\| `(\w+)` \|", table, flags=re.M)) == arguments | set(LAYOUT_OPTIONS)
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/configuration.md"])

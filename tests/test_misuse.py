@@ -11,7 +11,6 @@ import torch
 import torchtitan_dmuon as dmuon
 from torchtitan_dmuon.runtime.lanes import CpuLane
 from torchtitan_dmuon.runtime.owned import RankGrid
-from torchtitan_dmuon.titan.gather_muon import GatherMuon
 
 from .ranks import run_ranks
 from .test_runtime import own, tower
@@ -60,13 +59,6 @@ def test_copies_and_casts_of_an_owning_model(caplog):
         assert not caplog.records
         model.to(torch.bfloat16)
     assert "stays torch.float32 where the model is cast to torch.bfloat16" in caplog.text
-
-
-def test_gather_muon_has_no_options_by_group_that_it_would_ignore():
-    param = torch.nn.Parameter(torch.ones(2, 2))
-    for option in ({"row_beta": 0.9}, {"cautious_weight_decay": True}):
-        with pytest.raises(ValueError, match=f"{next(iter(option))} = .*: GatherMuon does not have it"):
-            GatherMuon([{"params": [param], **option}])
 
 
 def test_a_failed_exchange_says_what_to_look_for():

@@ -101,11 +101,14 @@ def test_owned_adamw_trains_as_adamw_does(folder):
     flags = ("--training.steps", "3", "--metrics.enable_tensorboard")
     counts = lambda made: made.optimizers._owned_counts  # noqa: E731  (as logged: of the cluster, not of the rank)
     owned = train(folder, "Owned:torch.optim.AdamW", 4, *flags, before=counts)
-    assert all(r["before"] == [30] for r in owned)
+    assert all(r["before"] == [30, 12] for r in owned)  # matrices, and the norms that ride
     mine, stock = losses(owned), losses(train(folder, "AdamW", 4, *flags))
     assert max(abs(a - b) for a, b in zip(mine, stock)) < 1e-4 and mine[-1] < mine[0] - 0.1
     figures = owned[0]["metrics"][-1]
-    assert figures["lr/OwnedAdamW"] == figures["lr/AdamW"] and figures["dmuon/update_seconds"] > 0
+    assert (
+        figures["lr/OwnedAdamW/0"] == figures["lr/OwnedAdamW/1"] == figures["lr/AdamW"]
+        and figures["dmuon/update_seconds"] > 0
+    )
 
 
 def test_node_holders_keep_gathers_inside_nodes_at_the_same_losses(folder, gather):
