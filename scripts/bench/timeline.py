@@ -20,6 +20,8 @@ import torch._dynamo  # noqa: F401  (the runtime's hooks use it: imported once, 
 import torch.distributed as dist
 
 from scripts.netlab.lab import Lab, LabForbidden, RankFailed
+from torchtitan_dmuon.runtime.transport import PHASES
+from torchtitan_dmuon.runtime.unit import Unit
 
 from .measure import Bench
 from .model import Settings
@@ -28,6 +30,7 @@ from .variants import MUON, Owned
 
 Span = tuple[str, str, float, float]  # row, label, begin, end
 ROWS = ("computation", "waits", "gather", "reduce, in the node", "reduce, between nodes", "publish")
+ROW_OF = dict(zip(PHASES, ROWS[2:]))
 COLORS = dict(zip(ROWS, ("#7a9cc6", "#c0392b", "#8fb98b", "#d9b26f", "#c98a4b", "#9b7fb5")))
 VARIANTS = tuple(n for n in MUON if n.startswith("dmuon"))
 STEPS = 3  # the last is drawn
@@ -56,13 +59,12 @@ def record(rank: int, world: int, lab: Lab, name: str, settings: Settings, ratio
         return call
 
     engine: Any = variant.owned.engine
-    for row, method in (
-        ("gather", "_run_gather"),
-        ("reduce, in the node", "_reduce_in_node"),
-        ("reduce, between nodes", "_reduce_between_nodes"),
-        ("publish", "_run_publish"),
-    ):
-        setattr(engine, method, timed(row, lambda unit, *_: str(unit.index), getattr(engine, method)))
+    submit = engine._submit
+
+    def traced(phase: str, unit: Unit, task: Callable[[], Any], *after: Any) -> Any:
+        return submit(phase, unit, timed(ROW_OF[phase], lambda: str(unit.index), task), *after)
+
+    engine._submit = traced
     engine.exposure.wait = timed("waits", lambda phase, _ticket: phase, engine.exposure.wait)
     variant.fsdp.wait = timed("waits", lambda: "FSDP2", variant.fsdp.wait)  # type: ignore[method-assign]
     for optimizer in variant.optimizers:
