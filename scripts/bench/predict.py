@@ -30,6 +30,7 @@ from torchtitan_dmuon.step_model import (
     Work,
     ns_flops,
     simulate_adamw,
+    simulate_dist_muon,
     simulate_dmuon,
     simulate_gather_muon,
 )
@@ -116,6 +117,10 @@ def predict(cluster: Cluster, benched: Benched, name: str) -> float | None:
         return simulate_adamw(cluster, benched.work, benched.topology).step_seconds
     if name == "gather_muon":
         return simulate_gather_muon(cluster, benched.work, benched.topology).step_seconds
+    if name == "dist_muon":  # inside a shard group matrices are taken to be shared out evenly
+        whole = sum(ns_flops(g, benched.work.options) for g in benched.work.groups)
+        share = whole / benched.topology.shard_size
+        return simulate_dist_muon(cluster, benched.work, benched.topology, share).step_seconds
     if name not in DMUON:
         return None
     changes, options = DMUON[name]
