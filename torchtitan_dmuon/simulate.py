@@ -121,15 +121,23 @@ def work_of(planned: Planned) -> Work:
 
 def placed(planned: Planned, name: str) -> Placed:
     """The plan on the topology of one variant of DMuon."""
+    sync = planned.config.dmuon.publish == "sync"
+    return place(planned.plan, planned.topology, planned.groups, name, planned.options.device_type, sync)
+
+
+def place(
+    plan: OwnershipPlan,
+    topology: Topology,
+    groups: Sequence[Group],
+    name: str,
+    device_type: str,
+    sync: bool = False,
+) -> Placed:
+    """``plan`` and ``groups`` on what the variant ``name`` of DMuon makes of ``topology``."""
     changes, options = DMUON[name]
-    topology = replace(planned.topology, **changes)  # type: ignore[arg-type]
-    groups = lay_out(planned.groups, topology, planned.plan)
-    made = {
-        "sync": planned.config.dmuon.publish == "sync",
-        "ring": uses_collectives(topology, planned.options.device_type),
-        **options,
-    }
-    return Placed(planned.plan, topology, groups, **made)
+    topology = replace(topology, **changes)  # type: ignore[arg-type]
+    made = {"sync": sync, "ring": uses_collectives(topology, device_type), **options}
+    return Placed(plan, topology, lay_out(groups, topology, plan), **made)
 
 
 def simulate(planned: Planned, cluster: Cluster, names: Sequence[str]) -> dict[str, tuple[Simulated, dict[str, Any]]]:

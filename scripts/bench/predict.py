@@ -23,10 +23,9 @@ from torchtitan_dmuon.footprint import Group, Options, lay_out
 from torchtitan_dmuon.newton_schulz import NewtonSchulz
 from torchtitan_dmuon.ownership import MeshSpec, OwnershipPlan, assign
 from torchtitan_dmuon.runtime.selection import group_units, parameter_slots, select_specs
-from torchtitan_dmuon.simulate import DMUON, read_cluster
+from torchtitan_dmuon.simulate import DMUON, place, read_cluster
 from torchtitan_dmuon.step_model import (
     Cluster,
-    Placed,
     Work,
     ns_flops,
     simulate_adamw,
@@ -123,11 +122,8 @@ def predict(cluster: Cluster, benched: Benched, name: str) -> float | None:
         return simulate_dist_muon(cluster, benched.work, benched.topology, share).step_seconds
     if name not in DMUON:
         return None
-    changes, options = DMUON[name]
-    topology = replace(benched.topology, **changes)  # type: ignore[arg-type]
-    groups = lay_out(benched.owned.groups, topology, benched.plan)
-    placed = Placed(benched.plan, topology, groups, **options)
-    return simulate_dmuon(cluster, replace(benched.owned, groups=groups), placed).step_seconds
+    placed = place(benched.plan, benched.topology, benched.owned.groups, name, benched.owned.options.device_type)
+    return simulate_dmuon(cluster, replace(benched.owned, groups=placed.groups), placed).step_seconds
 
 
 def compare(result: dict[str, Any]) -> dict[str, Any]:
