@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import torchtitan_dmuon as dmuon
-from torchtitan_dmuon import muon
 from torchtitan_dmuon.runtime.owned import RankGrid
 
 from . import toy
@@ -48,15 +47,7 @@ def _train(rank: int, world: int, mode: str, factory: Any, early: bool, options:
     rest = toy.adamw([p for n, p in model.named_parameters() if n not in owned.names])
     if not early:
         owned.engine.early = None
-    runs = 0
-    orthogonalize = muon.orthogonalize
-
-    def counted(stack_BMN: torch.Tensor, *args: Any) -> torch.Tensor:
-        nonlocal runs
-        runs += stack_BMN.shape[0]
-        return orthogonalize(stack_BMN, *args)
-
-    muon.orthogonalize = counted
+    runs = toy.counted_matrices()
 
     def state() -> dict[str, torch.Tensor]:
         named = [(n, p) for g in matrix.param_groups for n, p in zip(g["param_names"], g["params"])]
@@ -65,13 +56,14 @@ def _train(rank: int, world: int, mode: str, factory: Any, early: bool, options:
 
     norms, changed = [], []
     for step in range(4):
-        before, runs = state(), 0
+        before = state()
+        runs.clear()
         for micro in range(2):
             owned.set_is_last_backward(micro == 1)
             loss = toy.loss_of(model, step, micro, rank)
             (loss * float("inf") if step == 2 and rank == 3 else loss).backward()
         norms.append(owned.clip_grad_norm_(model, MAX_NORM).item())
-        early_runs = runs
+        early_runs = runs["matrices"]
         if not same(before, state()):
             changed.append(f"before step {step}")
         matrix.step()
@@ -82,7 +74,7 @@ def _train(rank: int, world: int, mode: str, factory: Any, early: bool, options:
         model.zero_grad()
     found = state()
     owned.close()
-    return found, norms, (early_runs, runs - early_runs), changed
+    return found, norms, (early_runs, runs["matrices"] - early_runs), changed
 
 
 def _run(mode: str, factory: Any = make_muon, early: bool = True, **options: Any) -> Any:

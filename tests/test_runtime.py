@@ -115,15 +115,7 @@ def _count_ns(rank: int, world: int) -> tuple[int, int, int, int]:
     model = toy.make_toy()
     owned = toy.shard(model, toy.mesh_of(2, 2), ranks_per_node=2, riders=r"norm\d|bias")
     matrix = owned.build_optimizer(functools.partial(make_muon, batch_bytes=2**20), riders=toy.adamw)
-    calls = 0
-    orthogonalize = muon.orthogonalize
-
-    def counted(stack_BMN: torch.Tensor, *args: Any) -> torch.Tensor:
-        nonlocal calls
-        calls += stack_BMN.shape[0]
-        return orthogonalize(stack_BMN, *args)
-
-    muon.orthogonalize = counted
+    calls = toy.counted_matrices()
     full_tensor = DTensor.full_tensor
 
     def no_matrix(self: DTensor, **kwargs: Any) -> torch.Tensor:  # the clip's norm is a scalar
@@ -132,7 +124,7 @@ def _count_ns(rank: int, world: int) -> tuple[int, int, int, int]:
 
     DTensor.full_tensor = no_matrix  # type: ignore[method-assign]
     for step in range(2):
-        calls = 0
+        calls.clear()
         for micro in range(3):
             owned.set_is_last_backward(micro == 2)
             toy.loss_of(model, step, micro, rank).backward()
@@ -144,7 +136,7 @@ def _count_ns(rank: int, world: int) -> tuple[int, int, int, int]:
     formula = muon.muon_flops(pieces, settings)
     matrices = sum(len(p.matrices()) for p in owned.plan.pieces)
     owned.close()
-    return calls, matrices, counter.get_total_flops(), formula
+    return calls["matrices"], matrices, counter.get_total_flops(), formula
 
 
 def test_newton_schulz_runs_once_per_matrix_and_step() -> None:  # CASES 1, 22

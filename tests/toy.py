@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -16,11 +17,25 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import torchtitan_dmuon as dmuon
+from torchtitan_dmuon import muon
 from torchtitan_dmuon.muon import set_layout
 
 VOCAB, DIM, HIDDEN, LENGTH = 32, 16, 24, 8
 OWNED = r"layers\.\d+\.(qkv|wo|w1|w2)\.weight$"
 LAYOUTS = {r"\.qkv\.weight$": dmuon.MatrixLayout(groups=2, rows=(8, 4, 4))}
+
+
+def counted_matrices() -> Counter[str]:
+    """From now on the "matrices" that Newton-Schulz runs on in this process, which is to be a rank of its own."""
+    found: Counter[str] = Counter()
+    orthogonalize = muon.orthogonalize
+
+    def counted(stack_BMN: torch.Tensor, *args: Any) -> torch.Tensor:
+        found["matrices"] += stack_BMN.shape[0]
+        return orthogonalize(stack_BMN, *args)
+
+    muon.orthogonalize = counted
+    return found
 
 
 class Block(nn.Module):
