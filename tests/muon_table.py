@@ -21,7 +21,8 @@ from typing import Any
 import torch
 
 from tests.reference import muon_step, newton_schulz, normalized_rows
-from torchtitan_dmuon.muon import Muon, lr_factor
+from torchtitan_dmuon.lr_factors import lr_factor
+from torchtitan_dmuon.muon import Muon
 from torchtitan_dmuon.newton_schulz import COEFFICIENTS, NewtonSchulz
 
 STEPS = 20

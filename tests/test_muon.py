@@ -13,11 +13,11 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tests.reference import muon_step, newton_schulz, normalized_rows
+from torchtitan_dmuon.lr_factors import lr_factor
 from torchtitan_dmuon.matrices import MatrixLayout
 from torchtitan_dmuon.muon import (
     Muon,
     layout_of,
-    lr_factor,
     momentum_update,
     muon_flops,
     orthogonalized_updates,

@@ -12,19 +12,16 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from torchtitan_dmuon import newton_schulz
+from torchtitan_dmuon.costs import ELEMENTWISE_BYTES, FLOPS_PER_BYTE, CostModel, standard_flops
 from torchtitan_dmuon.matrices import MatrixLayout, OwnedSpec, Piece
 from torchtitan_dmuon.ownership import (
     BALANCES,
-    ELEMENTWISE_BYTES,
-    FLOPS_PER_BYTE,
     OWNER_BYTES_PER_ELEMENT,
     OWNERSHIPS,
-    CostModel,
     MeshSpec,
     OwnershipPlan,
     assign,
     packing_bound,
-    standard_flops,
 )
 from torchtitan_dmuon.packing import pack
 

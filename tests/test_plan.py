@@ -13,14 +13,14 @@ import torch
 from tests import titan_runs
 from torchtitan_dmuon import footprint as fp
 from torchtitan_dmuon import plan as plan_command
+from torchtitan_dmuon.costs import CostModel
 from torchtitan_dmuon.matrices import OwnedSpec
 from torchtitan_dmuon.newton_schulz import choose_form
-from torchtitan_dmuon.ownership import CostModel, MeshSpec, OwnershipPlan, assign
-from torchtitan_dmuon.runtime.owned import root_owners
+from torchtitan_dmuon.ownership import MeshSpec, OwnershipPlan, assign
 from torchtitan_dmuon.titan import toml_config
 from torchtitan_dmuon.titan.config import ConfigError
 from torchtitan_dmuon.titan.planning import make_plan, owned_optimizer
-from torchtitan_dmuon.topology import Topology, UnitLayout, traffic
+from torchtitan_dmuon.topology import Topology, traffic
 
 REPO = pathlib.Path(__file__).parents[1]
 
@@ -33,13 +33,8 @@ def small_groups(topology: Topology, layers: int = 4, rest: int = 64, head: int 
     mesh = MeshSpec(topology.world, topology.shard_size, topology.ranks_per_node)
     pieces = [p for i in specs for s in specs[i] for p in s.pieces()]
     plan = assign(pieces, mesh, ownership=topology.ownership, unit_of=unit_of)
-    roots = root_owners(plan, topology)
-    groups = [fp.Group("embed", head)]
-    for i in specs:
-        mine = tuple(p for s in specs[i] for p in s.pieces())
-        layout = UnitLayout.build(topology, [(p.key, p.numel, roots[p.key]) for p in mine])
-        groups.append(fp.Group(f"layers.{i}", rest, mine, layout))
-    return [*groups, fp.Group("head", head)]
+    blocks = [fp.Group(f"layers.{i}", rest, tuple(p for s in specs[i] for p in s.pieces())) for i in specs]
+    return fp.lay_out([fp.Group("embed", head), *blocks, fp.Group("head", head)], topology, plan)
 
 
 # ---- bytes per step ----

@@ -10,9 +10,10 @@ import pytest
 
 from tests.test_plan import small_groups
 from torchtitan_dmuon import simulate as command
+from torchtitan_dmuon.costs import ELEMENTWISE_BYTES
 from torchtitan_dmuon.events import Schedule, Task, trace_events
 from torchtitan_dmuon.footprint import Options
-from torchtitan_dmuon.ownership import ELEMENTWISE_BYTES, MeshSpec, assign
+from torchtitan_dmuon.ownership import MeshSpec, assign
 from torchtitan_dmuon.step_model import (
     ADAMW_BYTES,
     Cluster,

@@ -3,10 +3,11 @@
 Importing this package imports torch alone and changes nothing.
 """
 
+from .costs import CostModel
 from .matrices import MatrixLayout, OwnedSpec
 from .muon import Muon
 from .newton_schulz import NewtonSchulz
-from .ownership import CostModel, OwnershipPlan
+from .ownership import OwnershipPlan
 from .runtime.optimizer import OwnedOptimizer
 from .runtime.owned import OwnedMatrices, own_matrices
 

@@ -22,7 +22,6 @@ from .muon import DEFAULT_BATCH_BYTES
 from .newton_schulz import NewtonSchulz, compute_dtype, workspace_bytes
 from .ownership import OwnershipPlan
 from .runtime.engine import CONTRIBUTIONS_IN_FLIGHT
-from .runtime.owned import root_owners
 from .topology import Topology, UnitLayout
 
 MASTER_BYTES = 4  # fp32 masters, reduced gradients and AdamW's parameters
@@ -108,9 +107,8 @@ def footprint(topology: Topology, groups: Sequence[Group], options: Options) -> 
 
 def lay_out(groups: Sequence[Group], topology: Topology, plan: OwnershipPlan) -> list[Group]:
     """``groups`` with the buffers that their pieces have on this topology."""
-    roots = root_owners(plan, topology)
     return [
-        replace(g, layout=UnitLayout.build(topology, [(p.key, p.numel, roots[p.key]) for p in g.pieces]))
+        replace(g, layout=UnitLayout.build(topology, [(p.key, p.numel, plan.roots[p.key]) for p in g.pieces]))
         if g.pieces
         else g
         for g in groups

@@ -10,8 +10,6 @@ Shape suffixes: M rows, N columns of a matrix; B matrices of a batch.
 
 from __future__ import annotations
 
-import functools
-import importlib
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,19 +18,12 @@ from typing import Any, TypeVar
 
 import torch
 
+from torchtitan_dmuon.lr_factors import LR_FACTORS, LrFactor, factor_rule, lr_factor
 from torchtitan_dmuon.matrices import WHOLE, MatrixLayout
 from torchtitan_dmuon.newton_schulz import NewtonSchulz, compute_dtype, flops, orthogonalize, workspace_bytes
 
-LrFactor = Callable[[int, int], float]
 Payload = TypeVar("Payload")
 
-# Factor on the learning rate of a matrix of m rows and n columns: always the matrix's own shape, never a shard's or
-# the fused weight's. Sources: Keller Jordan's post; Moonlight, arXiv 2502.16982; Bernstein, "Deriving Muon".
-LR_FACTORS: dict[str, LrFactor] = {
-    "original": lambda m, n: math.sqrt(max(1, m / n)),
-    "match_rms_adamw": lambda m, n: 0.2 * math.sqrt(max(m, n)),
-    "spectral_unclamped": lambda m, n: math.sqrt(m / n),
-}
 MOMENTUM_FORMS = ("ema", "heavy_ball")
 MOMENTUM_DTYPES = ("float32", "bfloat16")
 DEFAULT_BATCH_BYTES = 256 * 2**20
@@ -50,43 +41,6 @@ def set_layout(param: torch.Tensor, layout: MatrixLayout) -> None:
 def layout_of(param: torch.Tensor) -> MatrixLayout:
     """The layout given to :func:`set_layout`, or one whole matrix."""
     return getattr(param, "matrix_layout", WHOLE)
-
-
-def lr_factor(adjust_lr_fn: str | LrFactor | None, m: int, n: int) -> float:
-    """Factor for a matrix of m rows and n columns; None is "original", as in torch.optim.Muon.
-
-    A function is a callable (rows, columns) -> factor or its import path "package.module:function". Raises ValueError
-    for an unknown rule and for a factor that is no positive number.
-    """
-    factor = _factor_rule(adjust_lr_fn)(m, n)
-    if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor < math.inf:
-        raise ValueError(f"adjust_lr_fn gave {factor!r} for a matrix of {m} x {n}, expected a positive number")
-    return factor
-
-
-def _factor_rule(adjust_lr_fn: Any) -> LrFactor:
-    if callable(adjust_lr_fn):
-        return adjust_lr_fn
-    if isinstance(adjust_lr_fn, str) and ":" in adjust_lr_fn:
-        return _imported_factor(adjust_lr_fn)
-    if adjust_lr_fn is None or adjust_lr_fn in list(LR_FACTORS):
-        return LR_FACTORS[adjust_lr_fn or "original"]
-    raise ValueError(
-        f"adjust_lr_fn must be one of {', '.join(LR_FACTORS)}, a function of (rows, columns) or its import path "
-        f'"package.module:function", got {adjust_lr_fn!r}'
-    )
-
-
-@functools.cache
-def _imported_factor(path: str) -> LrFactor:
-    module, _, name = path.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"adjust_lr_fn {path!r} cannot be imported: {error}") from error
-    if not callable(found):
-        raise ValueError(f"adjust_lr_fn {path!r} is a {type(found).__name__}, expected a function of (rows, columns)")
-    return found
 
 
 def muon_flops(
@@ -491,7 +445,7 @@ def _check_group(group: dict[str, Any]) -> None:
     for key, allowed in (("momentum_form", MOMENTUM_FORMS), ("momentum_dtype", MOMENTUM_DTYPES)):
         if group[key] not in allowed:
             raise ValueError(f"{key} must be one of {', '.join(allowed)}, got {group[key]!r}")
-    _factor_rule(group["adjust_lr_fn"])
+    factor_rule(group["adjust_lr_fn"])
     names = group.get("param_names") or [f"parameter {i}" for i in range(len(group["params"]))]
     for name, param in zip(names, group["params"]):
         if param.ndim != 2 or 0 in param.shape:

@@ -1,26 +1,23 @@
-"""Who owns which piece: the cost of a piece, the assignment of pieces to owners, and the plan that records both.
+"""Who owns which piece: the assignment of pieces to owners, and the plan that records it.
 
 Decides the one owner of every piece, balanced by the cost of the update, from names, shapes and the mesh alone. Does
-not decide what is owned (`matrices.py`) nor how bytes travel (`topology.py`), and touches neither torch nor processes.
+not decide what is owned (`matrices.py`), what an update costs (`costs.py`) nor how bytes travel (`topology.py`), and
+touches neither torch nor processes.
 Keeps invariant 6: the plan is a pure function of its inputs (the order they come in does not matter, equal cases are
 decided by name), and its digest covers every one of them.
-
-Costs are integers, so that sums do not depend on their order: FLOP equivalents, or picoseconds where they
-were measured.
 """
 
 from __future__ import annotations
 
-import hashlib
 import heapq
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
+from .costs import CostModel, digest_of
 from .matrices import MatrixLayout, Piece, count_matrices
 from .packing import pack, packing_bound
 
@@ -31,90 +28,6 @@ OWNERSHIPS = ("global", "replica")
 OWNER_BYTES_PER_ELEMENT = 12
 # The same of a rider: AdamW has two moments.
 RIDER_BYTES_PER_ELEMENT = 16
-# Memory traffic of the update around NS, per element: gradient read (4), momentum and master read and written (16),
-# NS input written and output read in bf16 (4), published copy written (2).
-ELEMENTWISE_BYTES = 26
-# One byte of memory traffic in FLOPs: an accelerator that sustains about 550 TFLOP/s in bf16 moves about 2.7 TB/s.
-FLOPS_PER_BYTE = 200
-
-
-def standard_flops(m: int, n: int) -> int:
-    """FLOPs of five standard NS steps on [m, n]: 5(4 s^2 l + 2 s^3), s the smaller and l the larger side."""
-    s, l = min(m, n), max(m, n)  # noqa: E741
-    return 5 * (4 * s * s * l + 2 * s**3)
-
-
-@dataclass(frozen=True)
-class CostModel:
-    """Cost of updating a piece: the sum over its matrices of NS FLOPs plus elementwise traffic as FLOP equivalents.
-
-    With ``measured`` (seconds of one matrix's whole update by "MxN", either orientation) the cost is that time instead,
-    in picoseconds, and a shape that was not measured is an error. ``forms``: the Newton-Schulz form that was measured
-    to be the faster one, by the same shapes; what the update then runs.
-    """
-
-    flops: Callable[[int, int], int] = standard_flops
-    elementwise_bytes: int = ELEMENTWISE_BYTES
-    flops_per_byte: int = FLOPS_PER_BYTE
-    measured: Mapping[str, float] | None = None
-    forms: Mapping[str, str] = field(default_factory=dict, hash=False)
-    source: str = ""  # where `measured` came from, for messages; not part of the digest
-
-    @classmethod
-    def from_file(cls, path: str | Path) -> CostModel:
-        """Read a JSON object {"MxN": seconds}, "forms" in it too ({"MxN": form}). ValueError on any other content."""
-        expected = f'cost_file {path}: expected a JSON object {{"MxN": seconds}}'
-        try:
-            table = json.loads(Path(path).read_text())
-        except json.JSONDecodeError as e:
-            raise ValueError(f"{expected}, got invalid JSON ({e})") from e
-        if not isinstance(table, dict) or not table:
-            raise ValueError(f"{expected}, got {table!r:.60}")
-        forms = table.pop("forms", {})
-        if not isinstance(forms, dict) or not all(form in ("standard", "gram") for form in forms.values()):
-            raise ValueError(
-                f'cost_file {path}: forms must be an object {{"MxN": "standard" or "gram"}}, got {forms!r:.60}'
-            )
-        if unknown := forms.keys() - table.keys():
-            raise ValueError(f"cost_file {path}: forms has {min(unknown)}, which was not measured")
-        for shape, seconds in table.items():
-            sides = shape.split("x")
-            is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
-            if len(sides) != 2 or not all(s.isdecimal() and int(s) > 0 for s in sides):
-                raise ValueError(f'cost_file {path}: key {shape!r} is not of the form "MxN"')
-            if not is_number or not 1e-12 <= seconds < float("inf"):
-                raise ValueError(f"cost_file {path}: {shape} must be positive seconds, got {seconds!r}")
-        return cls(measured=table, forms=forms, source=str(path))
-
-    def cost(self, piece: Piece) -> int:
-        """Cost of one update of the piece: FLOP equivalents, or picoseconds with measured costs. A rider has none."""
-        if piece.rider:
-            return 0
-        if self.measured is None:
-            flops = sum(self.flops(m, n) for m, n in piece.matrices())
-            return int(flops) + self.elementwise_bytes * self.flops_per_byte * piece.numel
-        total = 0
-        for m, n in piece.matrices():
-            seconds = self.measured.get(f"{m}x{n}", self.measured.get(f"{n}x{m}"))
-            if seconds is None:
-                raise ValueError(
-                    f"{piece.name}: cost_file {self.source} has no entry {m}x{n} (nor {n}x{m}); "
-                    "calibrate again for this model"
-                )
-            total += round(seconds * 1e12)
-        return total
-
-    def describe(self) -> dict[str, Any]:
-        """What the digest keeps of the model; the FLOP formula itself enters through the costs."""
-        if self.measured is None:
-            return {
-                "unit": "flop",
-                "elementwise_bytes": self.elementwise_bytes,
-                "flops_per_byte": self.flops_per_byte,
-                "cost_file": None,
-            }
-        content = dict(self.measured) | ({"forms": dict(self.forms)} if self.forms else {})
-        return {"unit": "picosecond", "cost_file": _sha256(content)}
 
 
 @dataclass(frozen=True)
@@ -187,6 +100,26 @@ class OwnershipPlan:
             raise IndexError(f"owner {rank} is outside 0..{self.n_owners - 1}")
         return self._by_owner[rank]
 
+    @cached_property
+    def roots(self) -> dict[str, int]:
+        """Piece key -> the rank that sums its gradient. The owner; with replica ownership, where every replica has an
+        owner on the same shard index, replicas take turns in the order of names; a rider follows a matrix of its
+        unit."""
+        if self.ownership == "global":
+            return {p.key: owner for p, owner in zip(self.pieces, self.owners, strict=True)}
+        turns = dict.fromkeys(range(self.mesh.shard_size), 0)
+        roots: dict[str, int] = {}
+        in_unit: dict[tuple[int, int], int] = {}
+        rows = sorted(zip(self.pieces, self.owners, self.units, strict=True), key=lambda row: row[0].rider)
+        for piece, index, unit in rows:
+            if piece.rider and (unit, index) in in_unit:
+                roots[piece.key] = in_unit[unit, index]
+                continue
+            roots[piece.key] = turns[index] % self.mesh.replicas * self.mesh.shard_size + index
+            turns[index] += 1
+            in_unit.setdefault((unit, index), roots[piece.key])
+        return roots
+
     def loads(self) -> tuple[int, ...]:
         """Cost per owner."""
         loads = [0] * self.n_owners
@@ -223,7 +156,7 @@ class OwnershipPlan:
     @cached_property
     def digest(self) -> str:
         """sha256 over names, shapes, layouts, units, costs, mesh, options and owners. Equal plans, equal digests."""
-        return _sha256(self._content())
+        return digest_of(self._content())
 
     def _content(self) -> dict[str, Any]:
         rows = zip(self.pieces, self.units, self.costs, self.owners, strict=True)
@@ -524,7 +457,3 @@ def _spread_units(
             else:
                 heapq.heapreplace(heap, (total + size, left + 1, source))
     return spread
-
-
-def _sha256(content: Any) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -17,11 +17,12 @@ from functools import cached_property
 
 import torch
 
+from .costs import ELEMENTWISE_BYTES
 from .events import Schedule, Task
 from .footprint import MASTER_BYTES, Group, Options, fsdp_traffic
 from .loads import LoadCounter, Loads
 from .newton_schulz import flops
-from .ownership import ELEMENTWISE_BYTES, OwnershipPlan
+from .ownership import OwnershipPlan
 from .runtime.engine import CONTRIBUTIONS_IN_FLIGHT
 from .topology import Topology, UnitLayout
 

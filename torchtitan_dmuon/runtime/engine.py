@@ -43,6 +43,7 @@ class Engine:
         reshard_after_forward: bool,
         publish_async: bool,
         gradient_divide_factor: float,
+        clip: str = "joint",
         enclosing: Sequence[int] = (),
     ) -> None:
         """``units`` in declared forward order; ``enclosing``: those of the whole model, needed from end to end."""
@@ -54,7 +55,7 @@ class Engine:
         self.is_last_backward = self.step_follows = True
         # Work on a unit's complete gradient in a lane of its own, during backward; what it returns is scratch.
         self.early: Callable[[Unit], Any] | None = None
-        self.clip = "joint"  # which norm clips which gradients: see `clip.py`
+        self.clip = clip  # which norm clips which gradients: see `clip.py`
         self.max_norm: float | None = None  # of the last clip
         self.clipped_to: float | None = None  # the norm that each piece has been clipped to since the last reduce
         self.uninitialized: set[str] = set()  # owned parameters that have no values yet

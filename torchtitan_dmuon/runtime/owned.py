@@ -22,8 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
+from ..costs import CostModel
 from ..matrices import MatrixLayout, OwnedSpec, Piece, count_matrices
-from ..ownership import CostModel, MeshSpec, OwnershipPlan, assign
+from ..ownership import MeshSpec, OwnershipPlan, assign
 from ..seeding import stream_seed
 from ..topology import Topology, UnitLayout
 from .clip import CLIPS, clip_gradients
@@ -178,7 +179,7 @@ class OwnedMatrices:
         gradient_divide_factor: float,
     ) -> None:
         self.model, self.plan, self.topology, self.rank, self.groups = model, plan, topology, rank, groups
-        self.roots = root_owners(plan, topology)
+        self.roots = plan.roots
         by_name = {spec.name: spec for spec in specs}
         initial: dict[str, nn.Parameter] = {}
         units: list[Unit] = []
@@ -214,9 +215,9 @@ class OwnedMatrices:
             reshard_after_forward=reshard_after_forward,
             publish_async=publish_async,
             gradient_divide_factor=gradient_divide_factor,
+            clip=clip,
             enclosing=[index for index, modules in modules_of.items() if model in modules],
         )
-        self.engine.clip = clip
         self._has_optimizer = False
         self.hooks = Hooks(self.engine, model, modules_of)
         self.engine.is_busy, self.engine.gets_no_gradient = self.hooks.is_busy, self.hooks.gets_no_gradient
@@ -420,25 +421,6 @@ class OwnedMatrices:
                 else:
                     rows = value if param.whole else value[piece.start : piece.stop]
                 unit.master_of[piece.key].copy_(rows.reshape(piece.shape))
-
-
-def root_owners(plan: OwnershipPlan, topology: Topology) -> dict[str, int]:
-    """Piece key -> the rank that sums its gradient. The owner; with replica ownership, where every replica has an owner
-    on the same shard index, replicas take turns in the order of names; a rider follows a matrix of its unit."""
-    if plan.ownership == "global":
-        return {p.key: plan.owner_of(p.key) for p in plan.pieces}
-    turns = dict.fromkeys(range(topology.shard_size), 0)
-    roots: dict[str, int] = {}
-    in_unit: dict[tuple[int, int], int] = {}
-    rows = sorted(zip(plan.pieces, plan.owners, plan.units, strict=True), key=lambda row: row[0].rider)
-    for piece, index, unit in rows:
-        if piece.rider and (unit, index) in in_unit:
-            roots[piece.key] = in_unit[unit, index]
-            continue
-        roots[piece.key] = turns[index] % topology.replicas * topology.shard_size + index
-        turns[index] += 1
-        in_unit.setdefault((unit, index), roots[piece.key])
-    return roots
 
 
 def _topology(grid: RankGrid, ranks_per_node: int, routing: str, holders: str, ownership: str) -> Topology:

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from torchtitan_dmuon.costs import CostModel
 from torchtitan_dmuon.matrices import canonical_name
 from torchtitan_dmuon.muon import settings_of
 from torchtitan_dmuon.newton_schulz import compute_dtype
-from torchtitan_dmuon.ownership import CostModel
 from torchtitan_dmuon.titan.config import (
     Assignment,
     ConfigError,

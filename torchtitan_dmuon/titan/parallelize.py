@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from torchtitan_dmuon.costs import CostModel
 from torchtitan_dmuon.matrices import canonical_name
 from torchtitan_dmuon.muon import Muon, settings_of
 from torchtitan_dmuon.newton_schulz import flops
-from torchtitan_dmuon.ownership import CostModel
 from torchtitan_dmuon.runtime.owned import OwnedMatrices, RankGrid, own_matrices
 from torchtitan_dmuon.titan import seams
 from torchtitan_dmuon.titan.config import DMuonConfig, owned_group

@@ -17,19 +17,18 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from torchtitan_dmuon.footprint import Footprint, Group, Options, footprint, should_defer
+from torchtitan_dmuon.footprint import Footprint, Group, Options, footprint, lay_out, should_defer
 from torchtitan_dmuon.matrices import OwnedSpec
 from torchtitan_dmuon.muon import settings_of
 from torchtitan_dmuon.newton_schulz import NewtonSchulz, flops
 from torchtitan_dmuon.ownership import MeshSpec, OwnershipPlan, assign
-from torchtitan_dmuon.runtime.owned import root_owners
 from torchtitan_dmuon.runtime.selection import group_units, parameter_slots
 from torchtitan_dmuon.titan import checks
 from torchtitan_dmuon.titan.config import ConfigError, owned_group, uses_dmuon
 from torchtitan_dmuon.titan.models import dmuon_specs, sharded_modules
 from torchtitan_dmuon.titan.names import optimizer_class, rule_kwargs
 from torchtitan_dmuon.titan.parallelize import cost_model, with_measured_forms
-from torchtitan_dmuon.topology import Topology, UnitLayout
+from torchtitan_dmuon.topology import Topology
 
 STATE_PROBE = 64  # rows and columns of the matrix on which another optimizer's state is weighed
 # What a configuration without a DMuon group is planned with.
@@ -127,8 +126,7 @@ def make_plan(
         cost=cost_model(config, device_type),
         unit_of=unit_of,
     )
-    roots = root_owners(plan, topology)
-    groups = _groups(model, modules, grouped, by_name, topology, roots)
+    groups = lay_out(_groups(model, modules, grouped, by_name), topology, plan)
     if dmuon.defer_reduce == "auto":
         defer = should_defer(topology, groups, options)
         if options.micro_batches > 1:
@@ -213,10 +211,8 @@ def _groups(
     modules: dict[str, nn.Module],
     grouped: list[tuple[str, list[str]]],
     by_name: dict[str, OwnedSpec],
-    topology: Topology,
-    roots: dict[str, int],
 ) -> list[Group]:
-    pieces = {unit: [p for n in names for p in by_name[n].pieces()] for unit, names in grouped}
+    pieces = {unit: tuple(p for n in names for p in by_name[n].pieces()) for unit, names in grouped}
     rest: Counter[str] = Counter()
     for name, places in parameter_slots(model).items():
         if name not in by_name:
@@ -224,13 +220,7 @@ def _groups(
             group = next((g for g in modules if name.startswith(f"{g}.")), "head")
             rest[group] += module._parameters[attribute].numel()  # type: ignore[union-attr]
     order = [*modules, *(u for u in pieces if u not in modules), "head"]
-    made = []
-    for name in order:
-        mine = pieces.get(name, [])
-        layout = UnitLayout.build(topology, [(p.key, p.numel, roots[p.key]) for p in mine]) if mine else None
-        if mine or rest[name]:
-            made.append(Group(name, rest[name], tuple(mine), layout))
-    return made
+    return [Group(name, rest[name], pieces.get(name, ())) for name in order if name in pieces or rest[name]]
 
 
 def _set_flavor(config: Any, flavor: str) -> None:
