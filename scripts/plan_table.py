@@ -18,7 +18,7 @@ from typing import Any
 
 from torchtitan_dmuon.newton_schulz import flops
 from torchtitan_dmuon.plan import DEFAULT_FLOPS, summary
-from torchtitan_dmuon.simulate import read_cluster, simulate
+from torchtitan_dmuon.simulate import VARIANTS, read_cluster, simulate
 from torchtitan_dmuon.step_model import Cluster
 from torchtitan_dmuon.titan import toml_config
 from torchtitan_dmuon.titan.planning import Planned, make_plan
@@ -33,17 +33,6 @@ MODELS: dict[str, tuple[list[str], str, int]] = {
     "qwen3 30B-A3B": (["--module", "qwen3", "--config", "qwen3_30b_a3b"], "", 8),
 }
 WORLDS = (8, 64, 256, 1024)
-VARIANTS = (
-    "adamw",
-    "gather_muon",
-    "dist_muon",
-    "dmuon",
-    "dmuon_flat",
-    "dmuon_sync",
-    "dmuon_node_holders",
-    "dmuon_direct",
-    "dmuon_overlap",
-)
 
 
 def plan_of(model: str, world: int, holders: str) -> Planned:
