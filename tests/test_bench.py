@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,10 @@ def test_paired_ratio() -> None:
     assert noisy[1] == pytest.approx(math.exp(mean - 4.303 * deviation / math.sqrt(3)))
     assert noisy[2] == pytest.approx(math.exp(mean + 4.303 * deviation / math.sqrt(3)))
     assert math.isnan(paired_ratio([1.0], [1.0])[1])
+    twenty = [1.9, 2.1] * 10
+    deviation = statistics.stdev(math.log(r) for r in twenty)
+    center = statistics.fmean(math.log(r) for r in twenty)
+    assert paired_ratio(twenty, [1.0] * 20)[2] == pytest.approx(math.exp(center + 2.093 * deviation / math.sqrt(20)))
 
 
 def test_a_summary_takes_the_best_adamw_and_means_over_ranks() -> None:

@@ -29,8 +29,9 @@ from .variants import ADAMW, MUON, PHASES, Variant, make_variant, newton_schulz_
 # |dW - dW_ref| / |dW_ref| of a first update per matrix, and the norm's relative difference. Gradients of two variants
 # differ by the order of sums alone (1e-6), which bfloat16 Newton-Schulz, where it is used, amplifies to 1e-2.
 FIRST_UPDATE, FIRST_NORM = 3e-2, 1e-4
-# Two-sided 95 % points of Student's t, by degrees of freedom; beyond the last the normal's.
+# Two-sided 95 % points of Student's t, by degrees of freedom; the last serves all beyond it.
 _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120)
+_T95 += (2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042)
 
 
 class UnequalUpdates(RuntimeError):
@@ -189,7 +190,7 @@ def paired_ratio(base: Sequence[float], other: Sequence[float]) -> tuple[float, 
     n = len(logs)
     if n < 2:
         return ratios[0], math.nan, math.nan
-    t = _T95[n - 2] if n - 2 < len(_T95) else 1.96
+    t = _T95[min(n - 2, len(_T95) - 1)]
     center, half = statistics.fmean(logs), t * statistics.stdev(logs) / math.sqrt(n)
     return statistics.median(ratios), math.exp(center - half), math.exp(center + half)
 
