@@ -60,8 +60,7 @@ def clip_gradients(engine: Engine, parameters: Iterable[nn.Parameter], max_norm:
     finite = norm.isfinite()  # not read by the host
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0).where(finite, 1.0)
     if mode != "joint":  # riders are AdamW's
-        riders = squares.new_tensor([u.pieces[key].rider for u in engine.units for key in sorted(u.pieces)])
-        others = (squares * riders).sum()
+        others = (squares * engine.rider_mask).sum()
         others = others if rest is None else others + rest.to(others.device)
         scale = torch.clamp(max_norm / (others.sqrt().float() + 1e-6), max=1.0).where(finite, 1.0)
     masters = [(u.pieces[key].rider, m.grad) for u in engine.units for key, m in u.master_of.items()]

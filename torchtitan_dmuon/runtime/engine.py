@@ -9,6 +9,7 @@ Four lanes: gather, reduce (inside nodes), reduce between nodes, publish.
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -315,6 +316,12 @@ class Engine:
             at += len(unit.pieces)
         self.control.all_reduce(squares)
         return squares
+
+    @functools.cached_property
+    def rider_mask(self) -> torch.Tensor:
+        """1 for each rider, 0 for each other piece, in the order of :meth:`gradient_squares`; [pieces], float64."""
+        flags = [u.pieces[key].rider for u in self.units for key in sorted(u.pieces)]
+        return torch.tensor(flags, dtype=torch.float64, device=self.device)
 
     def _agree_on_order(self) -> None:
         """Take over the order of the first passes that the ranks saw, once any rank has seen one. A collective."""
