@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import importlib
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.ranks import run_ranks
 from torchtitan_dmuon.titan import data
 
 
@@ -96,18 +95,20 @@ def test_an_interrupted_preparation_is_made_anew(sources, tmp_path):
     assert len(data.load_documents(str(tmp_path))) == len(data.documents(sources))
 
 
-def test_three_processes_at_once_make_one_folder(sources, tmp_path):
-    script = (
-        "import sys; from pathlib import Path; from torchtitan_dmuon.titan import data; make = data._make\n"
-        "def spy(*a): print('MADE', flush=True); make(*a)\n"
-        "data._make = spy; data.prepare(sys.argv[1], root=Path(sys.argv[2]), vocab_size=300); "
-        "print(len(data.load_documents(sys.argv[1])))"
-    )
-    command = [sys.executable, "-c", script, str(tmp_path / "out"), str(sources)]
-    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    outputs = [process.communicate(timeout=240)[0].split() for process in running]
-    assert sum("MADE" in out for out in outputs) == 1
-    assert {out[-1] for out in outputs} == {str(len(data.documents(sources)))}
+def test_three_processes_at_once_make_one_folder(sources, tmp_path, monkeypatch):
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")  # its threads do not survive a fork
+    import datasets  # noqa: F401  (once, not in every process)
+    import tokenizers  # noqa: F401
+
+    def job(rank, world):
+        made, make = [], data._make
+        data._make = lambda *arguments: made.append(make(*arguments))
+        data.prepare(tmp_path / "out", root=sources, vocab_size=300)
+        return len(made), len(data.load_documents(str(tmp_path / "out")))
+
+    counts, documents = zip(*run_ranks(job, 3, init=False))
+    assert sorted(counts) == [0, 0, 1]
+    assert set(documents) == {len(data.documents(sources))}
 
 
 def test_no_sources_is_an_error(tmp_path):
@@ -152,10 +153,18 @@ def test_torchtitan_reads_it(prepared):
             assert batch["input"].shape == labels.shape == (64,) and max(batch["input"]) < 400
             assert batch["input"][1:].tolist() == labels[:-1].tolist()
             firsts.append(tokenizer.decode(batch["input"].tolist()))
-        texts = data.load_documents(str(prepared))["text"]
+        texts = list(data.training_documents(str(prepared))["text"])
         assert texts[0].startswith(firsts[0][:80]) and texts[-(-len(texts) // 2)].startswith(firsts[1][:80])
+        unseen = text_datasets.HuggingFaceTextDataset(data.HELD_OUT, str(prepared), tokenizer, 64)
+        first = tokenizer.decode(next(iter(unseen))[0]["input"].tolist())
+        held_out = list(data.held_out_documents(str(prepared))["text"])
+        assert held_out[0].startswith(first[:80])
+        assert (
+            texts + held_out == list(data.load_documents(str(prepared))["text"]) and len(held_out) == len(texts) // 15
+        )
     finally:
-        text_datasets.DATASETS.pop(data.DATASET, None)
+        for name in (data.DATASET, data.HELD_OUT):
+            text_datasets.DATASETS.pop(name, None)
 
 
 def test_prepare_for_touches_only_our_data_set(monkeypatch):
@@ -164,6 +173,16 @@ def test_prepare_for_touches_only_our_data_set(monkeypatch):
     calls = []
     monkeypatch.setattr(data, "prepare", calls.append)
     monkeypatch.setattr(data, "register_datasets", lambda: calls.append("registered"))
+
+    def prepare_for(name, path, held_out=None):
+        loader = SimpleNamespace(dataset=name, dataset_path=path)
+        validator = SimpleNamespace(dataset="python_stdlib_validation", dataset_path=held_out)
+        validator = SimpleNamespace(enable=held_out is not None, dataloader=validator)
+        data.prepare_for(SimpleNamespace(dataloader=loader, validator=validator))
+
     for name, path in (("c4", "x"), ("Python_stdlib", "y"), ("python_stdlib", None)):
-        data.prepare_for(SimpleNamespace(dataloader=SimpleNamespace(dataset=name, dataset_path=path)))
+        prepare_for(name, path)
     assert calls == ["y", "registered", data.DEFAULT_FOLDER, "registered"]
+    calls.clear()
+    prepare_for("c4", "x", held_out="z")
+    assert calls == ["z", "registered"]

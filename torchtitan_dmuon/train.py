@@ -64,8 +64,7 @@ def _checked(run: toml_config.Run) -> list[str]:
         adapted = platform.adapt_config(run.config)
     except ConfigError as error:
         raise run.source.locate(error) from None
-    if hasattr(run.config.dataloader, "dataset"):
-        data.prepare_for(run.config)
+    data.prepare_for(run.config)
     lines = [f"config: {line}" for line in (*settled, *adapted)]
     if os.environ["RANK"] == "0":
         path = toml_config.save(tables, left_out, run.config.dump_folder, adapted)

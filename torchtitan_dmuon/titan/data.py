@@ -1,10 +1,10 @@
 """Real text for a first run without any download: the `.py` sources of the running Python's standard library.
 
-Decides what the documents are, their order, and the 2,048-token BPE tokenizer trained on them; both are made once and
-kept in one folder that serves as `hf_assets_path` and as `dataloader.dataset_path`. Does not decide how documents
-become batches: that is TorchTitan's own text data loader, which learns the data set's name from `prepare_for`,
-called by the entry points and never by an import. Keeps: a folder whose `prepared.json` exists is complete and is never
-written again, so any number of runs and ranks may prepare and read it at once.
+Decides what the documents are, their order, which are held out, and the 2,048-token BPE tokenizer trained on them; all
+is made once and kept in one folder that serves as `hf_assets_path` and as `dataset_path` of both data sets. Does not
+decide how documents become batches: that is TorchTitan's own text data loader, which learns the data sets' names from
+`prepare_for`, called by the entry points and never by an import. Keeps: a folder whose `prepared.json` exists is
+complete and is never written again, so any number of runs and ranks may prepare and read it at once.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 DATASET = "python_stdlib"
+HELD_OUT = "python_stdlib_validation"  # the last sixteenth of the documents, which DATASET leaves out
 DEFAULT_FOLDER = "./outputs/python_stdlib"
 VOCAB_SIZE = 2048
 BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
@@ -160,26 +161,44 @@ def load_documents(path: str) -> Any:
     return load_from_disk(str(Path(path, "documents")))
 
 
+def training_documents(path: str) -> Any:
+    documents = load_documents(path)
+    return documents.select(range(_training_count(documents)))
+
+
+def held_out_documents(path: str) -> Any:
+    documents = load_documents(path)
+    return documents.select(range(_training_count(documents), len(documents)))
+
+
+def _training_count(documents: Any) -> int:
+    return len(documents) - len(documents) // 16
+
+
 def _text(sample: dict[str, Any]) -> str:
     return sample["text"]
 
 
 def register_datasets() -> None:
-    """Add `python_stdlib` to TorchTitan's table of text data sets (0.3.0: a plain module-level dict)."""
+    """Add both names to TorchTitan's table of text data sets (0.3.0: a plain module-level dict)."""
     from torchtitan.hf_datasets import DatasetConfig
     from torchtitan.hf_datasets.text_datasets import DATASETS
 
-    DATASETS[DATASET] = DatasetConfig(path=DEFAULT_FOLDER, loader=load_documents, sample_processor=_text)
+    for name, loader in ((DATASET, training_documents), (HELD_OUT, held_out_documents)):
+        DATASETS[name] = DatasetConfig(path=DEFAULT_FOLDER, loader=loader, sample_processor=_text)
 
 
 def prepare_for(config: Any) -> None:
-    """Prepare and register the data of a TorchTitan trainer config that names ours; do nothing for any other data set.
+    """Prepare and register the data of a TorchTitan trainer config that trains or validates on ours; do nothing for any
+    other data set.
 
     Safe on all ranks at once: one works, the others wait. Call it before the trainer builds its tokenizer.
     """
-    if config.dataloader.dataset.lower() == DATASET:
-        prepare(config.dataloader.dataset_path or DEFAULT_FOLDER)
-        register_datasets()
+    loaders = [config.dataloader, *([config.validator.dataloader] if config.validator.enable else [])]
+    for loader in loaders:
+        if getattr(loader, "dataset", "").lower() in (DATASET, HELD_OUT):  # a mix of several sources has no `dataset`
+            prepare(loader.dataset_path or DEFAULT_FOLDER)
+            register_datasets()
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m torchtitan_dmuon.titan.data") -> int:
