@@ -163,9 +163,9 @@ def test_a_training_run_has_this_plan_and_these_bytes(folder, riders) -> None:
     flags = ("--training.steps", "2", "--metrics.enable_tensorboard", riders)
     results = titan_runs.train(folder, "DMuon", 4, *flags, ranks_per_node=2, after=_rest_bytes)
     mesh = [f"--parallelism.data_parallel_{axis}_degree=2" for axis in ("replicate", "shard")]
-    run = toml_config.parse(["--config", str(folder / "DMuon.toml"), *mesh, riders])
+    run = titan_runs.parse(["--config", str(folder / "DMuon.toml"), *mesh, riders])
     planned = make_plan(run.config, 4, 2, device_type="cpu")
-    assert planned.plan.summary()["riders"] == (12 if riders == "--dmuon.riders" else 0)
+    assert planned.plan.summary()["riders"] == (2 * titan_runs.LAYERS if riders == "--dmuon.riders" else 0)
     trained = OwnershipPlan.from_json(results[0]["after"][0])
     assert planned.plan.difference(trained) == [] and planned.plan.digest == trained.digest
 

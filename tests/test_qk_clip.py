@@ -83,7 +83,7 @@ def test_projections_on_two_ranks_are_those_without_it_times_the_factors(folder)
     on = train(folder, "DMuon", 2, *flags, "--dmuon.qk_clip", str(TAU), mesh=(1, 2), after=masters)
     logits = torch.stack([torch.stack(rank["before"]) for rank in off]).amax(dim=0)
     assert (logits > TAU).any() and (logits < TAU).any(), logits
-    config = toml_config.parse(["--config", str(folder / "DMuon.toml")]).config
+    config = titan_runs.parse(["--config", str(folder / "DMuon.toml")]).config
     model = checks.meta_model(config)
     names = [n for n, _ in model.named_parameters()]
     expected = {key: value for rank in off for key, value in rank["after"].items()}

@@ -1,8 +1,11 @@
-"""TorchTitan's Trainer on forked gloo ranks: small text, a byte tokenizer, the llama3 debug model from a TOML file."""
+"""TorchTitan's Trainer on forked gloo ranks: small text, a byte tokenizer, half the layers of the llama3 debug model, a
+TOML file. What all ranks do alike, parsing and reading the text, is done once before they are forked."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import json
 import logging
 import os
@@ -20,9 +23,15 @@ from torchtitan_dmuon.titan import platform
 platform.prepare()
 
 import torchtitan.trainer  # noqa: E402
+from torchtitan.hf_datasets import text_datasets  # noqa: E402
 from torchtitan.models.llama3 import config_registry as _llama3  # noqa: E402, F401  (imported once, before forking)
 
 from torchtitan_dmuon.titan import checks, toml_config, trainer  # noqa: E402, F401
+
+LAYERS = 3  # a first, a middle and a last one
+
+_c4_test = text_datasets.DATASETS["c4_test"]
+text_datasets.DATASETS["c4_test"] = dataclasses.replace(_c4_test, loader=functools.cache(_c4_test.loader))
 
 TOML = r"""
 hf_assets_path = "{folder}/tokenizer"
@@ -45,6 +54,14 @@ seed = 1
 warmup_steps = 2
 
 [dataloader]
+dataset = "c4_test"
+dataset_path = "{folder}/data"
+
+[validator]
+freq = 5
+steps = 2
+
+[validator.dataloader]
 dataset = "c4_test"
 dataset_path = "{folder}/data"
 
@@ -77,6 +94,7 @@ def make_folder(folder: pathlib.Path) -> pathlib.Path:
     (folder / "data").mkdir()
     text = pathlib.Path(json.__file__).read_text()
     (folder / "data" / "data.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for _ in range(8)))
+    text_datasets.DATASETS["c4_test"].loader(str(folder / "data"))
     (folder / "tokenizer").mkdir()
     vocabulary = ["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(vocabulary)}, []))
@@ -93,6 +111,14 @@ def make_folder(folder: pathlib.Path) -> pathlib.Path:
     return folder
 
 
+def parse(argv: list[str]) -> toml_config.Run:
+    """What the entry point would run, with fewer layers."""
+    run = toml_config.parse(argv)
+    model = run.config.model_spec.model
+    model.layers = model.layers[:LAYERS]
+    return run
+
+
 def train(
     folder: pathlib.Path,
     optimizer: str,
@@ -104,8 +130,8 @@ def train(
     after: Callable[[Any], Any] | None = None,
     limit: float = 240,
 ) -> list[dict[str, Any]]:
-    """Run the trainer on forked ranks. Per rank: {"steps": [(step, loss, grad norm)], "metrics": [...], "before": ...,
-    "after": ...}.
+    """Run the trainer on forked ranks. Per rank: {"steps": [(step, loss, grad norm)], "metrics": [...],
+    "validations": [(step, loss)], "before": ..., "after": ...}.
 
     ``before(trainer)`` and ``after(trainer)`` run on every rank around the training.
     """
@@ -118,26 +144,26 @@ def train(
         str(mesh[1]),
         *flags,
     ]
-    return run_ranks(_job, world, argv, before, after, ranks_per_node=ranks_per_node, limit=limit, init=False)
+    return run_ranks(_job, world, parse(argv), before, after, ranks_per_node=ranks_per_node, limit=limit, init=False)
 
 
 def _job(
     rank: int,
     world: int,
-    argv: list[str],
+    run: toml_config.Run,
     before: Callable[[Any], Any] | None,
     after: Callable[[Any], Any] | None,
 ) -> dict[str, Any]:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     logging.disable(logging.INFO)
     torchtitan.trainer.time.sleep = lambda _seconds: None  # it lets other ranks finish printing
-    run = toml_config.parse(argv)
     checks.check_run(run.config, world)
     checks.settle(run.config)
     platform.adapt_config(run.config)
     made = run.config.build()
     steps: list[tuple[int, float, float]] = []
     metrics: list[dict[str, float]] = []
+    validations: list[tuple[int, float]] = []
     log = made.metrics_processor.log
     written = made.metrics_processor.logger.log
 
@@ -146,11 +172,14 @@ def _job(
         log(step, loss, max_loss, grad_norm, **kwargs)
 
     def keep(values: dict[str, Any], step: int) -> None:
-        metrics.append(dict(values))
+        if "validation_metrics/loss" in values:
+            validations.append((step, values["validation_metrics/loss"]))
+        else:
+            metrics.append(dict(values))
         written(values, step)
 
     made.metrics_processor.log, made.metrics_processor.logger.log = record, keep
-    result: dict[str, Any] = {"steps": steps, "metrics": metrics}
+    result: dict[str, Any] = {"steps": steps, "metrics": metrics, "validations": validations}
     result["before"] = before(made) if before is not None else None
     with open(os.devnull, "w") as sink, contextlib.redirect_stdout(sink):
         made.train()

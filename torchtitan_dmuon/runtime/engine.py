@@ -9,9 +9,10 @@ Four lanes: gather, reduce (inside nodes), reduce between nodes, publish.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -385,6 +386,19 @@ class Engine:
         sent = dict(self.sent)
         self.sent.clear()
         return sent
+
+    @contextlib.contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Forwards without backward between steps, whose gathers and waits are in no figure of the steps. Publishes of
+        the step before, which may still be under way, count as ever."""
+        waited = self.exposure.take()
+        gathers = {key: n for key, n in self.sent.items() if key[0] == "gather"}
+        yield
+        self.exposure.take()
+        for phase, seconds in waited.items():
+            self.exposure.add(phase, seconds)
+        for key in [key for key in self.sent if key[0] == "gather"]:
+            self.sent[key] = gathers.get(key, 0)
 
     def update_early(self, early: Callable[[Unit], Any]) -> None:
         """From now on run ``early(unit)`` when a unit's gradient is complete at its owners and a step follows. Its

@@ -2,7 +2,7 @@
 
 Decides: what is logged under `dmuon/`, as means over the steps since the last log and over all ranks. Collectives run
 on every rank, at the steps that are logged. Figures of the runtime are there for owned matrices only; step and update
-seconds for every optimizer, so that runs can be compared.
+seconds for every optimizer, so that runs can be compared. What a validation waits for and sends is in none of them.
 
     step_seconds                    wall time of a train step
     update_seconds                  of it, in the optimizers' step: finite check, updates, issuing publishes
@@ -15,7 +15,9 @@ seconds for every optimizer, so that runs can be compared.
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +46,15 @@ class DMuonMetricsProcessor(MetricsProcessor):
         if self._steps == 0:
             self._window_begins = time.perf_counter()
         self._steps += 1
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """What runs in here between steps is in no figure under `dmuon/`."""
+        begin = time.perf_counter()
+        owned = getattr(self.optimizers, "owned", None)
+        with contextlib.nullcontext() if owned is None else owned.engine.uncounted():
+            yield
+        self._window_begins += time.perf_counter() - begin
 
     def log(self, step: int, *args: Any, extra_metrics: dict[str, Any] | None = None, **kwargs: Any) -> None:
         super().log(step, *args, extra_metrics={**(extra_metrics or {}), **self._figures()}, **kwargs)

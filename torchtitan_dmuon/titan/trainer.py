@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.validate import Validator
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
@@ -22,6 +23,7 @@ from torchtitan_dmuon.runtime.owned import OwnedMatrices
 from torchtitan_dmuon.titan import checks, seams
 from torchtitan_dmuon.titan.config import DMuonConfig, retype, uses_dmuon
 from torchtitan_dmuon.titan.metrics import DMuonMetricsProcessor
+from torchtitan_dmuon.titan.validator import DMuonValidator
 
 
 class DMuonTrainer(Trainer):
@@ -42,6 +44,8 @@ class DMuonTrainer(Trainer):
             config.model_spec = with_owned_matrices(config.model_spec, config)
         if type(config.metrics) is MetricsProcessor.Config:
             config.metrics = retype(config.metrics, DMuonMetricsProcessor.Config)
+        if type(config.validator) is Validator.Config:
+            config.validator = retype(config.validator, DMuonValidator.Config)
         self._micro_batch = 0
         super().__init__(config)
         owned = self.owned
