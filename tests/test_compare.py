@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -217,11 +217,9 @@ def test_command_refuses_what_it_lacks_by_name(monkeypatch, capsys):
     assert stop.value.code == 2 and "compere" in capsys.readouterr().err
 
 
-def test_module_entry_point_and_exit_code():
-    found = subprocess.run(
-        [sys.executable, "-m", "torchtitan_dmuon", "compare", "/no/such/run"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert found.returncode == 2 and found.stderr.startswith("dmuon compare: /no/such/run: no such run folder")
+def test_module_entry_point_and_exit_code(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["torchtitan_dmuon", "compare", "/no/such/run"])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_module("torchtitan_dmuon", run_name="__main__")
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.startswith("dmuon compare: /no/such/run: no such run folder")

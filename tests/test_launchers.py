@@ -7,10 +7,14 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import tomli
+
+from tests.ranks import run_ranks
+from torchtitan_dmuon import local
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "train_configs"
@@ -343,28 +347,24 @@ def test_pages_name_files_that_exist(page):
 
 def test_forked_ranks_end_together_and_say_whose_fault_it_was(tmp_path):
     """`torchtitan_dmuon.local`: a bad flag is code 2 and rank 0's message; a rank that dies ends the others."""
-    script = """
-import os, sys, time
-from pathlib import Path
-from torchtitan_dmuon import local
 
-def run(arguments):
-    rank = int(os.environ["RANK"])
-    if arguments == ["dies"] and rank == 2:
-        print("rank two speaks", flush=True)
-        os._exit(7)
-    if arguments == ["dies"]:
-        time.sleep(60)
-    assert os.environ["WORLD_SIZE"] == os.environ["LOCAL_WORLD_SIZE"] == "3"
-    return 0
+    def run(arguments):
+        rank = int(os.environ["RANK"])
+        if arguments == ["dies"] and rank == 2:
+            os.write(1, b"rank two speaks\n")
+            os._exit(7)
+        if arguments == ["dies"]:
+            time.sleep(60)
+        assert os.environ["WORLD_SIZE"] == os.environ["LOCAL_WORLD_SIZE"] == "3"
+        return 0
 
-for arguments in (["ends"], ["dies"]):
-    folder = Path(sys.argv[1], arguments[0])
-    folder.mkdir()
-    print(local._wait(local._fork(3, arguments, folder, run)), flush=True)
-print(Path(sys.argv[1], "dies", "2.log").read_text())
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=50, cwd=ROOT
-    )
-    assert done.stdout.splitlines() == ["(0, -1)", "(7, 2)", "rank two speaks", ""], done.stderr
+    def launch(rank, world):
+        found = []
+        for arguments in (["ends"], ["dies"]):
+            folder = tmp_path / arguments[0]
+            folder.mkdir()
+            found.append(local._wait(local._fork(3, arguments, folder, run)))
+        return found
+
+    assert run_ranks(launch, 1, init=False, limit=50) == [[(0, -1), (7, 2)]]  # a process of its own: it sets signals
+    assert (tmp_path / "dies" / "2.log").read_text() == "rank two speaks\n"

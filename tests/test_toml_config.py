@@ -484,7 +484,7 @@ def test_node_holders_need_global_ownership():
 
 
 def test_a_bad_file_ends_the_entry_point_with_code_2_before_torchtitan_is_imported(write):
-    file = write('[dmuon]\nrouting = "ring"\n')
+    file = write('[dmuon]\nclip = "matrix"\n')
     environment = {**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).parents[1])}
     script = (
         "import sys; from torchtitan_dmuon import train; code = train.main(['--config', sys.argv[1]]);"
@@ -495,7 +495,8 @@ def test_a_bad_file_ends_the_entry_point_with_code_2_before_torchtitan_is_import
     )
     assert done.returncode == 2
     assert done.stderr.strip().splitlines() == [
-        'error: run.toml:5: in [dmuon]: routing = \'ring\': expected one of "two_level", "flat", found a string.'
+        'error: run.toml:5: in [dmuon]: clip = \'matrix\': expected one of "joint", "adamw_only", "per_matrix", found '
+        "a string. Did you mean 'per_matrix'?"
     ]
     assert done.stdout.strip() == "False"
 
