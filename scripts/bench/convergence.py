@@ -1,9 +1,11 @@
-"""Loss against steps and time: AdamW, Muon on one process, and DMuon, at tuned rates for both, over several seeds.
+"""Held-out loss against steps and time: AdamW, Muon on one process, and DMuon, at tuned rates for both, over seeds.
 
 Decides what is trained: the quickstart's model and text in float32 on the CPU. Rates are tuned with the first seed:
 AdamW's over a grid, then the matrices' over a grid with the rest at AdamW's best rate. Every method then runs every
-seed. A loss is the mean of the last three steps' training losses, on the same batches for every method. Finished runs
-are kept in the output folder, so that a call that was cut short (`--seconds`) is continued by the next.
+seed, which draws the initial weights; batches are the same in all runs. A loss is that of TorchTitan's validation, on
+the same held-out documents each time. Finished runs are kept in the output folder, so that a call that was cut short
+(`--seconds`) is continued by the next. Runs go seed by seed, and seconds a step are those of the last seed's runs, so
+that these can be made alone on a quiet machine: first with one seed less, then with all.
 
     python scripts/bench/convergence.py [--out DIR --steps 30 --seeds 3 --seconds 200] [--json FILE] [--plot FILE.png]
 """
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import sys
@@ -26,7 +29,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # One process is enough for what is asked here, and gives every method the same batches.
 FILES = {"adamw": "debug_adamw", "muon": "debug_gather_muon", "dmuon": "debug_dmuon"}
 SEQUENCES = 4  # of a step
-SMOOTH = 3
+HELD_OUT_BATCHES = 4  # of as many sequences, in each validation
 
 
 class Cut(Exception):
@@ -36,13 +39,13 @@ class Cut(Exception):
 class Runs:
     """Trainings by (method, rates, seed), each in a folder of its own, forked from one import."""
 
-    def __init__(self, out: Path, steps: int, seconds: float) -> None:
-        self.out, self.steps, self.end = out, steps, time.monotonic() + seconds
+    def __init__(self, out: Path, steps: int, every: int, seconds: float) -> None:
+        self.out, self.steps, self.every, self.end = out, steps, every, time.monotonic() + seconds
 
     def curve(self, method: str, adamw_lr: float, matrix_lr: float | None, seed: int) -> dict[str, list[float]]:
-        """{"loss", "seconds"} by step; seconds since the run's first step began."""
+        """{"step", "held_out_loss"} of each validation, {"loss", "step_seconds"} of each step."""
         rates = f"{adamw_lr:g}" + ("" if matrix_lr is None else f"-{matrix_lr:g}")
-        folder = self.out / f"{method.replace(' ', '-')}-{rates}-seed{seed}-steps{self.steps}"
+        folder = self.out / f"{method}-{rates}-seed{seed}-steps{self.steps}-every{self.every}"
         result = folder / "curve.json"
         if not result.exists():
             self._train(folder, method, adamw_lr, matrix_lr, seed)
@@ -65,11 +68,13 @@ class Runs:
             "parallelism.data_parallel_replicate_degree": 1,
             "parallelism.data_parallel_shard_degree": 1,
             "debug.seed": seed,
+            "validator.freq": self.every,
+            "validator.steps": HELD_OUT_BATCHES,
             f"optimizer.param_groups.{0 if matrix_lr is None else 1}.optimizer_kwargs.lr": adamw_lr,
         }
         if matrix_lr is not None:
             flags["optimizer.param_groups.0.optimizer_kwargs.lr"] = matrix_lr
-        argv = [str(word) for key, value in flags.items() for word in (f"--{key}", value)]
+        argv = [str(word) for key, value in flags.items() for word in (f"--{key}", value)] + ["--validator.enable"]
         print(f"{folder.name} ...", flush=True)
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         folder.mkdir(parents=True, exist_ok=True)
@@ -89,79 +94,99 @@ class Runs:
     def _read(folder: Path) -> dict[str, list[float]]:
         from torchtitan_dmuon.compare import LOSS, STEP_SECONDS, read_series
 
+        values = lambda tag: [value for _, value in series[tag].values()]  # noqa: E731
         series = read_series(folder)
-        seconds, passed = [], 0.0
-        for _, value in series[STEP_SECONDS].values():
-            passed += value
-            seconds.append(passed)
-        return {"loss": [value for _, value in series[LOSS].values()], "seconds": seconds}
+        held_out = series["validation_metrics/loss"]
+        return {
+            "step": list(held_out),
+            "held_out_loss": values("validation_metrics/loss"),
+            "loss": values(LOSS),
+            "step_seconds": values(STEP_SECONDS),  # without validations, where every step is logged
+        }
 
 
-def smoothed(losses: Sequence[float]) -> list[float]:
-    """Mean of each step's loss and the two before it."""
-    return [statistics.mean(losses[max(0, i + 1 - SMOOTH) : i + 1]) for i in range(len(losses))]
-
-
-def below_from(losses: Sequence[float], others: Sequence[float]) -> int | None:
-    """The first step from which the smoothed loss stays below the other's on the same batches; None if it ends above.
-
-    A loss of an earlier step is no goal: the text is read in order, and its batches differ more than the methods do.
-    """
-    above = [mine >= other for mine, other in zip(smoothed(losses), smoothed(others))]
-    return None if above[-1] else max((i + 2 for i, is_above in enumerate(above) if is_above), default=1)
+def outcome(steps: Sequence[int], losses: Sequence[float], goal: float) -> int | str:
+    """The first validated step from which the held-out loss stays at or below ``goal``; else "never", or "diverged"
+    for a run that ends without a number or above where it began."""
+    if not math.isfinite(losses[-1]) or losses[-1] > losses[0]:
+        return "diverged"
+    if not losses[-1] <= goal:
+        return "never"
+    above = [step for step, loss in zip(steps, losses) if not loss <= goal]
+    return next(step for step in steps if not above or step > above[-1])
 
 
 def measure(runs: Runs, adamw_grid: Sequence[float], matrix_grid: Sequence[float], seeds: int) -> dict:
-    final = lambda curve: smoothed(curve["loss"])[-1]  # noqa: E731
+    def final(curve: dict[str, list[float]]) -> float:
+        return curve["held_out_loss"][-1]
+
+    def best(losses: dict[str, float]) -> float:
+        return float(min(losses, key=lambda lr: losses[lr] if math.isfinite(losses[lr]) else math.inf))
+
     grid: dict[str, dict[str, float]] = {"adamw": {}, "dmuon": {}}
     for lr in adamw_grid:
         grid["adamw"][f"{lr:g}"] = final(runs.curve("adamw", lr, None, 0))
-    adamw_lr = float(min(grid["adamw"], key=grid["adamw"].__getitem__))
+    adamw_lr = best(grid["adamw"])
     for lr in matrix_grid:
         grid["dmuon"][f"{lr:g}"] = final(runs.curve("dmuon", adamw_lr, lr, 0))
-    matrix_lr = float(min(grid["dmuon"], key=grid["dmuon"].__getitem__))
+    matrix_lr = best(grid["dmuon"])
 
-    curves: dict[str, list[dict]] = {}
-    for method in FILES:
-        curves[method] = [
-            runs.curve(method, adamw_lr, None if method == "adamw" else matrix_lr, seed) for seed in range(seeds)
-        ]
+    curves: dict[str, list[dict]] = {method: [] for method in FILES}
+    for seed in range(seeds):
+        for method, each in curves.items():
+            each.append(runs.curve(method, adamw_lr, None if method == "adamw" else matrix_lr, seed))
     methods = {}
     for method, each in curves.items():
-        needed = [below_from(curve["loss"], other["loss"]) for curve, other in zip(each, curves["adamw"])]
+        reached = [outcome(c["step"], c["held_out_loss"], final(goal)) for c, goal in zip(each, curves["adamw"])]
+        numbers = [r for r in reached if isinstance(r, int)]
+        step_seconds = statistics.median(each[-1]["step_seconds"])
+        mean_steps = statistics.mean(numbers) if len(numbers) == seeds else None
         ends = [final(curve) for curve in each]
         methods[method] = {
             "final_loss": statistics.mean(ends),
             "final_loss_by_seed": ends,
-            "below_adamw_from_step": None if None in needed else statistics.mean(n for n in needed if n is not None),
-            "below_adamw_from_step_by_seed": needed,
-            "step_seconds": statistics.median(
-                b - a for curve in each for a, b in zip(curve["seconds"], curve["seconds"][1:])
-            ),
+            "steps_to_adamw": mean_steps,
+            "steps_to_adamw_by_seed": reached,
+            "step_seconds": step_seconds,
+            "seconds_to_adamw": None if mean_steps is None else mean_steps * step_seconds,
             "curves": each,
         }
-    return {"steps": runs.steps, "adamw_lr": adamw_lr, "matrix_lr": matrix_lr, "grid": grid, "methods": methods}
+    return {
+        "steps": runs.steps,
+        "every": runs.every,
+        "adamw_lr": adamw_lr,
+        "matrix_lr": matrix_lr,
+        "grid": grid,
+        "methods": methods,
+    }
 
 
 def print_tables(figures: dict) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(width=110)
+    console = Console(width=120)
     for name, losses in figures["grid"].items():
-        console.print(f"{name}, loss by rate: " + ", ".join(f"{lr}: {loss:.3f}" for lr, loss in losses.items()))
+        console.print(f"{name}, held-out loss by rate: " + ", ".join(f"{r}: {loss:.3f}" for r, loss in losses.items()))
     table = Table(
-        "method", f"loss at step {figures['steps']}", "by seed", "below AdamW from step", "by seed", "s / step"
+        "method",
+        f"held-out loss at step {figures['steps']}",
+        "by seed",
+        "steps to AdamW's",
+        "by seed",
+        "s / step",
+        "s to AdamW's",
     )
+    number = lambda value: "-" if value is None else f"{value:.1f}"  # noqa: E731
     for name, each in figures["methods"].items():
-        needed = each["below_adamw_from_step"]
         table.add_row(
             name,
             f"{each['final_loss']:.3f}",
             " ".join(f"{x:.3f}" for x in each["final_loss_by_seed"]),
-            "-" if needed is None else f"{needed:.1f}",
-            " ".join("-" if x is None else str(x) for x in each["below_adamw_from_step_by_seed"]),
+            number(each["steps_to_adamw"]),
+            " ".join(map(str, each["steps_to_adamw_by_seed"])),
             f"{each['step_seconds']:.2f}",
+            number(each["seconds_to_adamw"]),
         )
     console.print(table)
 
@@ -177,13 +202,14 @@ def plot(figures: dict, path: Path) -> None:
     for name, each in figures["methods"].items():
         color, line = styles[name]
         for number, curve in enumerate(each["curves"]):
-            losses = smoothed(curve["loss"])
             label = None if number else name
-            by_step.plot(range(1, len(losses) + 1), losses, line, color=color, label=label, linewidth=1)
-            by_time.plot([each["step_seconds"] * i for i in range(1, len(losses) + 1)], losses, line, color=color)
+            by_step.plot(curve["step"], curve["held_out_loss"], line, color=color, label=label, linewidth=1)
+            seconds = [each["step_seconds"] * step for step in curve["step"]]
+            by_time.plot(seconds, curve["held_out_loss"], line, color=color, linewidth=1)
     by_step.axhline(figures["methods"]["adamw"]["final_loss"], color="gray", linewidth=0.6)
-    by_step.set(xlabel="step", ylabel="training loss, mean of three steps")
-    by_time.set(xlabel="seconds, one process, at the median step")
+    by_time.axhline(figures["methods"]["adamw"]["final_loss"], color="gray", linewidth=0.6)
+    by_step.set(xlabel="step", ylabel="held-out loss")
+    by_time.set(xlabel="seconds of training, one process, at the median step")
     by_step.legend()
     figure.savefig(path, dpi=110)
 
@@ -193,6 +219,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     numbers = lambda text: [float(part) for part in text.split(",")]  # noqa: E731
     parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "convergence")
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--every", type=int, default=2, help="validate after every so many steps")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--adamw-rates", type=numbers, default=[8e-4, 1.6e-3, 3.2e-3])
     parser.add_argument("--matrix-rates", type=numbers, default=[1e-2, 2e-2, 4e-2, 8e-2])
@@ -204,7 +231,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.chdir(ROOT)  # the configurations name the data relative to it
     try:
         figures = measure(
-            Runs(args.out.resolve(), args.steps, args.seconds), args.adamw_rates, args.matrix_rates, args.seeds
+            Runs(args.out.resolve(), args.steps, args.every, args.seconds),
+            args.adamw_rates,
+            args.matrix_rates,
+            args.seeds,
         )
     except Cut:
         print("time is up: call again with the same arguments to go on")
