@@ -388,12 +388,14 @@ def test_the_other_momentum_convention_is_refused():
 @pytest.mark.parametrize(("saved", "own"), [("float32", "bfloat16"), ("bfloat16", "float32")])
 def test_momentum_of_another_dtype_is_converted(saved, own):
     p, q = param(8, 12), param(8, 12)
-    a, b = Muon([p], momentum_dtype=saved), Muon([q], momentum_dtype=own)
+    a, b = Muon([p], momentum_dtype=saved), Muon([q], momentum_dtype=own, ns_compile=True)
     train(a, [p], 2)
     assert a.state[p]["momentum_buffer"].dtype == getattr(torch, saved)
     b.load_state_dict(a.state_dict())
     loaded = b.state[q]["momentum_buffer"]
     assert loaded.dtype == getattr(torch, own) and b.param_groups[0]["momentum_dtype"] == own
+    assert b.param_groups[0]["ns_compile"]  # of the machine, not of the saved run
+    b.param_groups[0]["ns_compile"] = False
     assert relative(loaded, a.state[p]["momentum_buffer"]) < 4e-3
     train(b, [q], 1)
 
@@ -456,6 +458,8 @@ def test_a_factor_by_import_path_is_saved_by_value():
         ({"ns_coefficients": "keler"}, "keller, you, polar_express"),
         ({"ns_coefficients": [[9.0, 9.0, 9.0]]}, "do not converge"),
         ({"ns_form": "fast"}, "auto, standard, gram"),
+        ({"ns_kernels": "triton"}, "torch, quack"),
+        ({"ns_compile": "yes"}, "ns_compile must be true or false"),
         ({"ns_dtype": "half"}, "auto, float32"),
         ({"ns_dtype": "float16"}, "float16 is for CUDA"),
         ({"adjust_lr_fn": "math:no_such"}, "adjust_lr_fn 'math:no_such' cannot be imported"),

@@ -314,6 +314,10 @@ REFUSED = {
         GROUPS.replace("momentum = 0.95", 'ns_dtype = "float16"'),
         "run.toml:8: in [optimizer.param_groups.0.optimizer_kwargs]: DMuon: Newton-Schulz dtype float16 is for CUDA",
     ),
+    "kernels for CUDA on CPU": (
+        GROUPS.replace("momentum = 0.95", 'ns_kernels = "quack"'),
+        'run.toml:8: in [optimizer.param_groups.0.optimizer_kwargs]: DMuon: ns_kernels = "quack" needs a CUDA device',
+    ),
     "a table that does not converge": (
         GROUPS.replace("momentum = 0.95", "ns_coefficients = [[3.0, -3.0, 3.0]]"),
         "run.toml:8: in [optimizer.param_groups.0.optimizer_kwargs]: DMuon: Newton-Schulz coefficients ((3.0, ",

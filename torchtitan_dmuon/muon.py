@@ -1,9 +1,9 @@
 """The Muon update rule, as an ordinary optimizer over whole 2-D pieces.
 
 Decides: momentum, weight decay, the learning-rate factor of each matrix, and which matrices share a Newton-Schulz
-batch. Does not decide what a piece is (`matrices.py`), who owns it, or the polynomial (`newton_schulz.py`), and never
-touches torch.distributed. Keeps: one Newton-Schulz run per matrix and step (DESIGN invariant 2), nothing changed
-outside ``step()`` (invariant 10), and temporaries bounded by ``batch_bytes``.
+batch. Does not decide what a piece is (`matrices.py`), who owns it, the polynomial (`newton_schulz.py`) or what runs it
+(`ns_execution.py`), and never touches torch.distributed. Keeps: one Newton-Schulz run per matrix and step (DESIGN
+invariant 2), nothing changed outside ``step()`` (invariant 10), and temporaries bounded by ``batch_bytes``.
 
 Shape suffixes: M rows, N columns of a matrix; B matrices of a batch.
 """
@@ -20,7 +20,8 @@ import torch
 
 from torchtitan_dmuon.lr_factors import LR_FACTORS, LrFactor, factor_rule, lr_factor
 from torchtitan_dmuon.matrices import WHOLE, MatrixLayout
-from torchtitan_dmuon.newton_schulz import NewtonSchulz, compute_dtype, flops, orthogonalize, workspace_bytes
+from torchtitan_dmuon.newton_schulz import NewtonSchulz, compute_dtype, flops, workspace_bytes
+from torchtitan_dmuon.ns_execution import TORCH, Execution, orthogonalize
 
 Payload = TypeVar("Payload")
 
@@ -66,9 +67,9 @@ class Muon(torch.optim.Optimizer):
     ``cautious_weight_decay`` (arXiv 2510.12402: only where update and weight have the same sign), ``momentum``,
     ``nesterov``, ``momentum_form`` ("ema": torch's; "heavy_ball": Moonlight's, whose buffer is 1 / (1 - momentum)
     larger), ``momentum_dtype`` ("float32" or "bfloat16"), ``adjust_lr_fn`` (a name of :data:`LR_FACTORS`, None for
-    "original", or a function as in :func:`lr_factor`), and ``ns_steps``, ``ns_coefficients``, ``ns_form``,
-    ``ns_dtype``, ``eps`` as in :class:`NewtonSchulz`. ``row_beta``: NorMuon (arXiv 2510.05491) with this decay of the
-    rows' second moment (the paper's is 0.95); None is plain Muon.
+    "original", or a function as in :func:`lr_factor`), ``ns_steps``, ``ns_coefficients``, ``ns_form``, ``ns_dtype``,
+    ``eps`` as in :class:`NewtonSchulz`, and ``ns_kernels``, ``ns_compile`` as in :class:`Execution`. ``row_beta``:
+    NorMuon (arXiv 2510.05491) with this decay of the rows' second moment (the paper's is 0.95); None is plain Muon.
 
     For all groups, ``batch_bytes``: matrices of equal shape and equal Newton-Schulz settings run as one batch whose
     temporaries fit in it, and at least one matrix runs at a time; 0 runs each alone, which makes the result
@@ -92,6 +93,8 @@ class Muon(torch.optim.Optimizer):
         *,
         ns_form: Any = "auto",
         ns_dtype: str = "auto",
+        ns_kernels: str = "torch",
+        ns_compile: bool = False,
         momentum_form: str = "ema",
         momentum_dtype: str = "float32",
         cautious_weight_decay: bool = False,
@@ -114,6 +117,8 @@ class Muon(torch.optim.Optimizer):
             "adjust_lr_fn": adjust_lr_fn,
             "ns_form": ns_form,
             "ns_dtype": ns_dtype,
+            "ns_kernels": ns_kernels,
+            "ns_compile": ns_compile,
             "momentum_form": momentum_form,
             "momentum_dtype": momentum_dtype,
             "cautious_weight_decay": cautious_weight_decay,
@@ -226,7 +231,7 @@ class Muon(torch.optim.Optimizer):
                     f"momentum_form = {form!r}, or start without the saved momentum"
                 )
             merged = {k: v for k, v in own.items() if k not in ("params", "param_names")} | saved
-            for option in ("momentum_dtype", "ns_form"):  # of this run and its machine
+            for option in ("momentum_dtype", "ns_form", "ns_kernels", "ns_compile"):  # of this run and its machine
                 merged[option] = own[option]
             if callable(own["adjust_lr_fn"]):
                 merged["adjust_lr_fn"] = own["adjust_lr_fn"]
@@ -257,6 +262,11 @@ def settings_of(group: dict[str, Any]) -> NewtonSchulz:
     )
 
 
+def execution_of(group: dict[str, Any]) -> Execution:
+    """What runs the Newton-Schulz of a parameter group."""
+    return Execution(kernels=group["ns_kernels"], compile=group["ns_compile"])
+
+
 def orthogonalized_updates(
     inputs: Sequence[torch.Tensor],
     layouts: Sequence[MatrixLayout],
@@ -265,6 +275,7 @@ def orthogonalized_updates(
     batch_bytes: int = DEFAULT_BATCH_BYTES,
     row_moments: Sequence[torch.Tensor | None] | None = None,
     row_beta: float | None = None,
+    execution: Execution = TORCH,
 ) -> list[torch.Tensor]:
     """Full update inputs [M, N] -> full updates [M, N], each matrix times its learning-rate factor, in float32.
 
@@ -278,7 +289,7 @@ def orthogonalized_updates(
         shapes = layout.shapes(x.shape)
         row_views = [None] * len(shapes) if moment is None else layout.views(moment)
         for shape_MN, views in zip(shapes, zip(layout.views(x), layout.views(out), row_views)):
-            blocks.append((_BatchKey(shape_MN, settings, x.device, x.dtype), views))
+            blocks.append((_BatchKey(shape_MN, settings, execution, x.device, x.dtype), views))
     for key, (_, out_block, moment), update_MN in _orthogonalized(blocks, lambda views: views[0], batch_bytes):
         update = update_MN.reshape(out_block.shape)
         if moment is not None and row_beta is not None:
@@ -312,6 +323,7 @@ class _BatchKey:
 
     shape_MN: tuple[int, int]
     settings: NewtonSchulz
+    execution: Execution
     device: torch.device
     dtype: torch.dtype
 
@@ -355,10 +367,10 @@ def _blocks(
     row_moment: torch.Tensor | None,
 ) -> list[tuple[_BatchKey, _Block]]:
     """The matrices of one parameter, in the order of its layout."""
-    layout, settings = layout_of(param), settings_of(group)
+    layout, settings, execution = layout_of(param), settings_of(group), execution_of(group)
     views = (layout.views(t) for t in (param, grad, buffer, row_moment) if t is not None)
     return [
-        (_BatchKey(shape_MN, settings, param.device, grad.dtype), _Block(group, lr, *parts))
+        (_BatchKey(shape_MN, settings, execution, param.device, grad.dtype), _Block(group, lr, *parts))
         for shape_MN, parts in zip(layout.shapes(param.shape), zip(*views))
     ]
 
@@ -385,7 +397,7 @@ def _orthogonalized(
                     mixed = input_of(payload)
                     slot_MN.view(mixed.shape).copy_(mixed)
                     del mixed
-            yield from zip([key] * len(batch), batch, orthogonalize(stack_BMN, key.settings))
+            yield from zip([key] * len(batch), batch, orthogonalize(stack_BMN, key.settings, key.execution))
 
 
 def _mix_into_(buffer: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
@@ -428,7 +440,7 @@ def _momentum_dtype(param: torch.Tensor, group: dict[str, Any]) -> torch.dtype:
 
 def _check_group(group: dict[str, Any]) -> None:
     """Raise ValueError for anything a step would stumble over, and store the settings in one form."""
-    settings = settings_of(group)
+    settings, execution = settings_of(group), execution_of(group)
     group["ns_coefficients"], group["ns_form"] = settings.coefficients, settings.form
     for key, limit in (("lr", math.inf), ("weight_decay", math.inf), ("momentum", 1.0)):
         value = group[key]
@@ -453,6 +465,7 @@ def _check_group(group: dict[str, Any]) -> None:
         if param.dtype not in (torch.float32, torch.float64):
             raise ValueError(f"{name}: Muon keeps master weights in float32, got {param.dtype}")
         compute_dtype(settings, param.device)
+        execution.check(param.device)
         layout = layout_of(param)
         layout.validate(name, param.shape)
         for m, n in set(layout.shapes(param.shape)):

@@ -1,9 +1,9 @@
 """Newton-Schulz orthogonalization, as pure functions over batches of equal-shape matrices.
 
 Decides: the polynomial (coefficient tables, steps), its form (standard or Gram), its dtype, how the input is
-normalized, and what it costs in FLOPs and bytes. Does not decide which matrices exist, when they run, or what is done
-with the result. Keeps: the choice of form is a function of shape, settings and device type only, so that all ranks
-choose alike, and a matrix never influences its neighbours in a batch.
+normalized, and what it costs in FLOPs and bytes. Does not decide which matrices exist, when they run, by which kernels
+(`ns_execution.py`), or what is done with the result. Keeps: the choice of form is a function of shape, settings and
+device type only, so that all ranks choose alike, and a matrix never influences its neighbours in a batch.
 
 Shape suffixes: B batch; M rows, N columns; S = min(M, N), L = max(M, N).
 
@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -29,8 +30,8 @@ MAX_STEPS = 20
 # Small enough to guard the division alone: the result no longer depends on the input's scale, unlike torch's 1e-7.
 GUARD_EPS = 1e-30
 
-# What a batch works on at once on a CPU, about its second-level cache: larger batches took up to 1.4 times as long.
-CPU_BATCH_BYTES = 2**21
+# What a batch works on at once on a CPU: 2 MiB took up to a tenth longer, 64 MiB up to 1.4 times as long.
+CPU_BATCH_BYTES = 2**22
 
 # One (a, b, c) per step; a run longer than its table repeats the last row, a shorter one stops early.
 COEFFICIENTS: dict[str, Coefficients] = {
@@ -124,14 +125,45 @@ class NewtonSchulz:
         return tuple(self.table[start:stop] for start, stop in zip(cuts, cuts[1:]))
 
 
-def orthogonalize(x: torch.Tensor, settings: NewtonSchulz) -> torch.Tensor:
+class Products(NamedTuple):
+    """What computes the symmetric S x S products, for matrices and batches, into ``out``; the wide ones are torch's.
+
+    ``product``: (a, b, out) -> a b. ``add_product``: (c, a, b, beta, alpha, out) -> beta c + alpha a b; ``out`` is none
+    of the others. Both results are symmetric up to rounding.
+    """
+
+    product: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+    add_product: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, float, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Program:
+    """What :func:`run` does to matrices of one shape: settings resolved into constants."""
+
+    form: str
+    runs: tuple[Coefficients, ...]  # one run in the standard form
+    dtype: torch.dtype
+    eps: float
+
+
+Runner = Callable[[torch.Tensor, Program], torch.Tensor]
+
+
+def program_for(m: int, n: int, settings: NewtonSchulz, device: torch.device) -> Program:
+    """The program of matrices of m rows and n columns. Raises ValueError for float16 off CUDA."""
+    form = choose_form(m, n, settings, device.type)
+    runs = settings.runs() if form == "gram" else (settings.table,)
+    return Program(form, runs, compute_dtype(settings, device), settings.eps)
+
+
+def orthogonalize(x: torch.Tensor, settings: NewtonSchulz, runner: Runner | None = None) -> torch.Tensor:
     """Push every singular value of each matrix towards one: roughly U V^T of X = U S V^T.
 
     ``x``: [M, N] or [B, M, N], any floating dtype and strides; not modified. Returns the same shape in the dtype of
     :func:`compute_dtype`. As in torch.optim.Muon, the input is cast and then divided by max(norm, eps), each matrix by
     its own Frobenius norm; a zero matrix gives exactly zero. float16 alone is normalized in float32 before the cast,
     because its range ends at 65504. A single matrix runs the 2-D kernels (and is then bit-equal to torch.optim.Muon in
-    bfloat16), a batch the 3-D ones.
+    bfloat16), a batch the 3-D ones. ``runner``: :func:`run`, or another execution of it (`ns_execution.py`).
 
     Raises ValueError for another number of dimensions, an empty dimension, an integer dtype, or float16 off CUDA.
     """
@@ -139,27 +171,23 @@ def orthogonalize(x: torch.Tensor, settings: NewtonSchulz) -> torch.Tensor:
         raise ValueError(f"orthogonalize needs a floating [M, N] or [B, M, N] tensor, got {x.dtype} {tuple(x.shape)}")
     m, n = x.shape[-2:]
     if x.ndim == 3 and x.shape[0] == 1:
-        return orthogonalize(x[0], settings)[None]
+        return orthogonalize(x[0], settings, runner)[None]
     if x.ndim == 3 and x.device.type == "cpu":
         some = max(1, CPU_BATCH_BYTES // workspace_bytes(m, n, settings, x.device))
         if some < x.shape[0]:
-            return torch.cat([orthogonalize(part, settings) for part in x.split(some)])
-    x = _normalized(x, compute_dtype(settings, x.device), settings.eps)
+            return torch.cat([orthogonalize(part, settings, runner) for part in x.split(some)])
+    return (runner or run)(x, program_for(m, n, settings, x.device))
+
+
+def run(x: torch.Tensor, program: Program, products: Products | None = None) -> torch.Tensor:
+    """The polynomial of a matrix [M, N] or of each of a batch [B, M, N], whose temporaries exist all at once."""
+    products = products or TORCH_PRODUCTS
+    m, n = x.shape[-2:]
+    x = _normalized(x, program.dtype, program.eps)
     if m > n:
         x = x.mT
-    if choose_form(m, n, settings, x.device.type) == "gram":
-        for rows in settings.runs():
-            x = _gram_run(x, rows)
-    else:
-        # Four buffers for all steps: memory that is new in each step costs a CPU up to a fifth of the time.
-        gram_SS = x.new_empty(*x.shape[:-1], x.shape[-2])
-        poly_SS, spare = torch.empty_like(gram_SS), x.new_empty(x.shape)
-        for a, b, c in settings.table:
-            _product(x, x.mT, gram_SS)
-            _add_product(gram_SS, gram_SS, gram_SS, b, c, poly_SS)
-            x, spare = _add_product(x, poly_SS, x, a, 1.0, spare), x
-            if not spare.is_contiguous():  # the transposed input: only its memory is of use, and torch's bits are kept
-                spare = spare.mT.view(x.shape)
+    for rows in program.runs:
+        x = _gram_run(x, rows, products) if program.form == "gram" else _standard_run(x, rows, products)
     return x.mT if m > n else x
 
 
@@ -262,19 +290,36 @@ def _add_product(
     return op(c, a, b, beta=beta, alpha=alpha, out=out)
 
 
-def _gram_run(x: torch.Tensor, rows: Coefficients) -> torch.Tensor:
+TORCH_PRODUCTS = Products(_product, _add_product)
+
+
+def _standard_run(x: torch.Tensor, rows: Coefficients, products: Products) -> torch.Tensor:
+    """The steps ``rows`` applied to X [.., S, L]."""
+    # Four buffers for all steps: memory that is new in each step costs a CPU up to a fifth of the time.
+    gram_SS = x.new_empty(*x.shape[:-1], x.shape[-2])
+    poly_SS, spare = torch.empty_like(gram_SS), x.new_empty(x.shape)
+    for a, b, c in rows:
+        products.product(x, x.mT, gram_SS)
+        products.add_product(gram_SS, gram_SS, gram_SS, b, c, poly_SS)
+        x, spare = _add_product(x, poly_SS, x, a, 1.0, spare), x
+        if not spare.is_contiguous():  # the transposed input: only its memory is of use, and torch's bits are kept
+            spare = spare.mT.view(x.shape)
+    return x
+
+
+def _gram_run(x: torch.Tensor, rows: Coefficients, products: Products) -> torch.Tensor:
     """The steps ``rows`` applied to X [.., S, L] through S x S matrices; R, Q and Z commute, being polynomials in R."""
-    r_SS = x @ x.mT
+    r_SS = products.product(x, x.mT, x.new_empty(*x.shape[:-1], x.shape[-2]))
     z_SS, q_SS, spare_SS = (torch.empty_like(r_SS) for _ in range(3))
     for step, (a, b, c) in enumerate(rows):
-        _add_product(r_SS, r_SS, r_SS, b, c, z_SS)
+        products.add_product(r_SS, r_SS, r_SS, b, c, z_SS)
         if step == 0:  # (a I + Z) I: no product
             q_SS.copy_(z_SS).diagonal(dim1=-2, dim2=-1).add_(a)
         else:
-            q_SS, spare_SS = _add_product(q_SS, z_SS, q_SS, a, 1.0, spare_SS), q_SS
+            q_SS, spare_SS = products.add_product(q_SS, z_SS, q_SS, a, 1.0, spare_SS), q_SS
         if step + 1 < len(rows):
-            rz_SS = _add_product(r_SS, r_SS, z_SS, a, 1.0, spare_SS)
-            _add_product(rz_SS, z_SS, rz_SS, a, 1.0, r_SS)
+            rz_SS = products.add_product(r_SS, r_SS, z_SS, a, 1.0, spare_SS)
+            products.add_product(rz_SS, z_SS, rz_SS, a, 1.0, r_SS)
     return q_SS @ x
 
 

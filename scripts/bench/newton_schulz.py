@@ -6,8 +6,9 @@ round, since what else the machine does can only add to it; on a CPU with one th
 process's own CPU seconds. FLOPs per second count what the implementation executes, 2 per multiply-add; the peak is the
 best square matmul of this run in the same dtype. torch's function computes in bfloat16 whatever it is given, so it
 appears in bfloat16 cases alone; gram-newton-schulz's torch path in all, in the case's dtype, where the package is
-installed (`pip install --no-deps gram-newton-schulz` is enough). A case that would take longer than `--case-seconds` is
-left out and named.
+installed (`pip install --no-deps gram-newton-schulz` is enough). Ours through torch.compile is timed with `--compiled`,
+by quack's kernels where the device can run them. A case that would take longer than `--case-seconds` is left out and
+named.
 
     python scripts/bench/newton_schulz.py [--quick] [--sizes 64,256 --aspects 1,4 --batches 1,8] [--json FILE]
 """
@@ -30,11 +31,12 @@ from torch.optim._muon import _zeropower_via_newtonschulz
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from torchtitan_dmuon.newton_schulz import NewtonSchulz, compute_dtype, flops, orthogonalize  # noqa: E402
+from torchtitan_dmuon.newton_schulz import NewtonSchulz, compute_dtype, flops  # noqa: E402
+from torchtitan_dmuon.ns_execution import Execution, orthogonalize  # noqa: E402
 
 # Largest relative difference between two implementations of one case that is rounding: float32, bfloat16.
 AGREE = {torch.float32: 1e-4, torch.bfloat16: 8e-2, torch.float16: 8e-2}
-OURS = ("dmuon", "dmuon_standard", "dmuon_gram")
+OURS = ("dmuon", "dmuon_standard", "dmuon_gram", "dmuon_compiled", "dmuon_quack")
 QUICK = {"sizes": [64, 256], "aspects": [1, 4], "batches": [1, 8]}
 
 
@@ -84,10 +86,10 @@ def gram_newton_schulz(settings: NewtonSchulz, dtype: torch.dtype) -> Callable[[
 
 
 def implementations(
-    stack_BMN: torch.Tensor, settings: NewtonSchulz
+    stack_BMN: torch.Tensor, settings: NewtonSchulz, compiled: bool = False
 ) -> dict[str, tuple[Callable[[], torch.Tensor], NewtonSchulz]]:
     """Name -> (call, the settings whose FLOPs it executes). "dmuon" is what "auto" runs; its two forms are there to see
-    whether it chose well."""
+    whether it chose well. Symmetric kernels execute less than is counted for them."""
     m, n = stack_BMN.shape[1:]
     dtype = compute_dtype(settings, stack_BMN.device)
     standard, gram = replace(settings, form="standard"), replace(settings, form="gram")
@@ -97,6 +99,10 @@ def implementations(
         "dmuon_gram": (lambda: orthogonalize(stack_BMN, gram), gram),
         "bmm_loop": (lambda: bmm_loop(stack_BMN, settings), standard),
     }
+    if compiled:
+        calls["dmuon_compiled"] = (lambda: orthogonalize(stack_BMN, settings, Execution(compile=True)), settings)
+    if can_run(quack := Execution(kernels="quack"), stack_BMN.device):
+        calls["dmuon_quack"] = (lambda: orthogonalize(stack_BMN, settings, quack), settings)
     if dtype == torch.bfloat16:
         calls["torch"] = (lambda: torch_function(stack_BMN, settings), standard)
     theirs = gram_newton_schulz(settings, dtype)
@@ -105,13 +111,23 @@ def implementations(
     return calls
 
 
-def best_seconds(calls: dict[str, Callable[[], object]], device: torch.device, budget: float) -> dict[str, float]:
-    """Seconds of each call's best round, warm already: all calls in turn, for 4 rounds or ``budget`` seconds, whichever
-    is more."""
+def can_run(execution: Execution, device: torch.device) -> bool:
+    try:
+        execution.check(device)
+    except ValueError:
+        return False
+    return True
+
+
+def best_seconds(
+    calls: dict[str, Callable[[], object]], device: torch.device, budget: float, least: int = 4
+) -> dict[str, float]:
+    """Seconds of each call's best round, warm already: all calls in turn, for ``least`` rounds or ``budget`` seconds,
+    whichever is more."""
     clock = time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
     rounds: dict[str, list[float]] = {name: [] for name in calls}
     start, count = time.perf_counter(), 0
-    while count < 4 or time.perf_counter() - start < budget:
+    while count < least or time.perf_counter() - start < budget:
         for name, call in calls.items():
             _wait(device)
             begin = clock()
@@ -127,18 +143,20 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def bench_case(stack_BMN: torch.Tensor, settings: NewtonSchulz, budget: float) -> list[dict]:
+def bench_case(
+    stack_BMN: torch.Tensor, settings: NewtonSchulz, budget: float, least: int, compiled: bool
+) -> list[dict]:
     """Rows of one case. Raises RuntimeError when two implementations disagree."""
     batch, m, n = stack_BMN.shape
     device = stack_BMN.device
     dtype = compute_dtype(settings, device)
-    calls = implementations(stack_BMN, settings)
+    calls = implementations(stack_BMN, settings, compiled)
     expected = bmm_loop(stack_BMN.float(), replace(settings, dtype="float32"))
     for name, (call, _) in calls.items():
         difference = float((call().float() - expected).norm() / expected.norm())
         if not difference <= AGREE[dtype]:
             raise RuntimeError(f"{name} at {tuple(stack_BMN.shape)} {dtype} is {difference:.2e} off the fp32 update")
-    seconds = best_seconds({name: call for name, (call, _) in calls.items()}, device, budget)
+    seconds = best_seconds({name: call for name, (call, _) in calls.items()}, device, budget, least)
     return [
         {
             "shape": [m, n],
@@ -187,7 +205,7 @@ def print_table(rows: Sequence[dict], peaks: dict[str, float], left_out: Sequenc
     for row in rows:
         case = f"{row['batch']} x {row['shape'][0]}x{row['shape'][1]} {row['dtype']}"
         by_case.setdefault(case, {})[row["implementation"]] = row["ratio_to_best_other"]
-    for what, names in (("auto", OURS[:1]), ("the faster form, as calibration chooses", OURS[1:])):
+    for what, names in (("auto", OURS[:1]), ("the faster form, as calibration chooses", OURS[1:3])):
         ratios = {case: min(each[name] for name in names) for case, each in by_case.items()}
         worst = max(ratios, key=ratios.__getitem__)
         slow = sum(ratio > 1.03 for ratio in ratios.values())
@@ -231,8 +249,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtypes", default="auto", help="comma separated: auto, float32, bfloat16, float16 (CUDA)")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--budget", type=float, default=0.4, help="seconds of timing per case, at least 4 rounds")
+    parser.add_argument("--budget", type=float, default=0.4, help="seconds of timing per case")
+    parser.add_argument("--rounds", type=int, default=4, help="rounds of timing per case, at least")
     parser.add_argument("--case-seconds", type=float, default=6.0, help="leave out cases that would take longer")
+    parser.add_argument("--compiled", action="store_true", help="time ours through torch.compile too")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args(argv)
@@ -250,13 +270,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             for aspect in args.aspects:
                 for batch in map(int, args.batches):
                     shape = (batch, size, int(size * aspect))
-                    # Five implementations, once to compare and four times to time.
-                    needed = 25 * batch * flops(*shape[1:], replace(settings, form="standard")) / peak
+                    # Five implementations, once to compare and then to time.
+                    needed = (
+                        5 * (1 + args.rounds) * batch * flops(*shape[1:], replace(settings, form="standard")) / peak
+                    )
                     if needed > args.case_seconds:
                         left_out.append(f"{batch} x {shape[1]}x{shape[2]} {dtype}".replace("torch.", ""))
                         continue
                     generator = torch.Generator().manual_seed(0)
-                    rows += bench_case(torch.randn(*shape, generator=generator).to(device), settings, args.budget)
+                    rows += bench_case(
+                        torch.randn(*shape, generator=generator).to(device),
+                        settings,
+                        args.budget,
+                        args.rounds,
+                        args.compiled,
+                    )
     print_table(rows, peaks, left_out)
     if args.json:
         args.json.write_text(

@@ -15,7 +15,7 @@ import torch
 
 from torchtitan_dmuon.costs import CostModel
 from torchtitan_dmuon.matrices import canonical_name
-from torchtitan_dmuon.muon import settings_of
+from torchtitan_dmuon.muon import execution_of, settings_of
 from torchtitan_dmuon.newton_schulz import compute_dtype
 from torchtitan_dmuon.titan.config import (
     Assignment,
@@ -214,7 +214,9 @@ def check_optimizer_kwargs(name: str, kwargs: dict[str, Any], path: str) -> None
         rule = rule_kwargs(kwargs) if has_layouts else kwargs
         made = probe(cls, **rule)
         if has_layouts:
-            compute_dtype(settings_of(made.param_groups[0]), "cpu" if on_cpu() else "cuda")
+            device_type = "cpu" if on_cpu() else "cuda"
+            compute_dtype(settings_of(made.param_groups[0]), device_type)
+            execution_of(made.param_groups[0]).check(device_type)
     except (ValueError, TypeError, RuntimeError) as error:
         parts = {key.removeprefix("ns_"): key for key in kwargs}  # as the Newton-Schulz settings call them
         culprit = mentioned(str(error), kwargs) or parts.get(mentioned(str(error), parts), "")

@@ -19,6 +19,7 @@ from torchtitan_dmuon.muon import (
     Muon,
     StepStats,
     decay_weight,
+    execution_of,
     layout_of,
     momentum_update,
     orthogonalized_updates,
@@ -51,7 +52,14 @@ class GatherMuon(Muon):
                 layouts = [layout_of(param) for param in params]
                 moments = [self._row_moment(param, group) for param in params]
                 updates_MN = orthogonalized_updates(
-                    inputs_MN, layouts, settings, group["adjust_lr_fn"], self.batch_bytes, moments, group["row_beta"]
+                    inputs_MN,
+                    layouts,
+                    settings,
+                    group["adjust_lr_fn"],
+                    self.batch_bytes,
+                    moments,
+                    group["row_beta"],
+                    execution_of(group),
                 )
                 for param, layout, update_MN in zip(params, layouts, updates_MN, strict=True):
                     local, update = _local(param), _local_part(update_MN, param)
