@@ -21,6 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import torchtitan_dmuon as dmuon
 from torchtitan_dmuon.newton_schulz import NewtonSchulz, flops, orthogonalize
+from torchtitan_dmuon.runtime.unit import Ranges
 
 DIM, HIDDEN, LAYERS, TOKENS = 2048, 5632, 8, 4096
 MUON = functools.partial(dmuon.Muon, lr=0.02, adjust_lr_fn="match_rms_adamw")
@@ -104,9 +105,9 @@ def check_transport(device: torch.device, rank: int, world: int, transport: str)
     numbers = {u.index: torch.arange(u.layout.numel, device=device, dtype=torch.float32) % 251 for u in units}
     contributions = {u.index: numbers[u.index] + rank for u in units}
     for unit in units:
-        engine._reduce_in_node(unit, contributions[unit.index].clone())
-        totals = mover.reduce_between_nodes(unit)
-        unit.partial.clear()
+        sums: dict[int, Ranges] = {}
+        engine._reduce_in_node(unit, contributions[unit.index].clone(), sums)
+        totals = mover.reduce_between_nodes(unit, sums)
         for (a, b), total in totals.items():
             exact = (torch.arange(a, b) % 251).float() * world + world * (world - 1) // 2
             if not torch.equal(total.cpu(), exact):
@@ -114,14 +115,10 @@ def check_transport(device: torch.device, rank: int, world: int, transport: str)
 
     partial = {u.index: mover.reduce_in_node(u, contributions[u.index]) for u in units}
 
-    def level_2(unit) -> None:
-        unit.partial = partial[unit.index]
-        mover.reduce_between_nodes(unit)
-
     phases = {
         "gather": mover.gather,
         "reduce": lambda unit: mover.reduce_in_node(unit, contributions[unit.index]),
-        "reduce_between_nodes": level_2,
+        "reduce_between_nodes": lambda unit: mover.reduce_between_nodes(unit, partial[unit.index]),
         "publish": lambda unit: mover.spread(unit, unit.held, "publish"),
     }
     found = []
@@ -141,7 +138,6 @@ def check_transport(device: torch.device, rank: int, world: int, transport: str)
         sent = sum(n for (name, _), n in mover.sent.items() if name == phase)
         found.append(f"{phase} {seconds / 5 * 1e3:.2f} ms, {sent / seconds / 1e9:.1f} GB/s sent")
     for unit in units:
-        unit.partial = {}
         unit.free()
     owned.close()
     return not wrong, f"{len(wrong)} wrong {wrong[:1]}; " + "; ".join(found)

@@ -2,14 +2,14 @@
 
 Decides: which accesses of a training step are ordered. A task runs at once on the training thread, as the host enqueues
 it on CUDA; what a stream would order is kept apart, as one clock per stream: the model's own ("compute") and each
-lane's. Submitting, tickets and borrowing are those of `CudaLane`, neither more nor less. Host reads of
+lane's. Submitting and tickets are those of `CudaLane`, neither more nor less. Host reads of
 device values, which also order, are not counted: the order holds without them.
 
 Every operator's tensors are accesses of the current stream; memory is a storage from an allocation to its free. Found:
 
 - two accesses of the same bytes, one a write, on streams that nothing orders;
 - memory that its stream hands out again (the caching allocator reuses at once, on the stream it was allocated on) while
-  another stream that was neither waited for nor named by `borrow` may still access it.
+  another stream that it has not waited for may still access it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ class _Block:
 
     def __init__(self, stream: str) -> None:
         self.stream = stream
-        self.borrowers: set[str] = set()
         self.accesses: dict[tuple[str, bool, int, int], tuple[int, str]] = {}
 
 
@@ -70,9 +69,6 @@ class Recorder(TorchDispatchMode):
         name = stream or self._current
         return self._clocks.setdefault(name, {name: 0})
 
-    def borrow(self, stream: str, tensor: torch.Tensor) -> None:
-        self._block(tensor.untyped_storage()).borrowers.add(stream)
-
     # ---- memory ----
 
     def _block(self, storage: torch.UntypedStorage) -> _Block:
@@ -88,8 +84,7 @@ class Recorder(TorchDispatchMode):
         now = self.clock()
         for block in self._freed.pop(self._current, []):
             for (stream, _, _, _), (time, what) in block.accesses.items():
-                waiters = [now, *(self._clocks[b] for b in block.borrowers)]
-                if stream != self._current and all(clock.get(stream, 0) < time for clock in waiters):
+                if stream != self._current and now.get(stream, 0) < time:
                     self.conflicts.append(f"{self._current} reuses memory that {stream} may still access in {what}")
         return _Block(self._current)
 
@@ -192,9 +187,6 @@ class RecordingLane:
                 earlier.wait()
             value = task()
             return RecordingTicket(recorder, dict(recorder.clock()), value)
-
-    def borrow(self, tensor: torch.Tensor) -> None:
-        self._recorder.borrow(self.name, tensor)
 
     def close(self) -> None:
         pass

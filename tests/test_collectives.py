@@ -212,9 +212,9 @@ def _one_step(layout: UnitLayout, rank: int, transport: Collectives) -> str:
     if not torch.equal(unit.flat, truth):
         return "gather"
     contrib = truth + rank
-    unit.partial = {n: {s: t.clone() for s, t in r.items()} for n, r in transport.reduce_in_node(unit, contrib).items()}
+    sums = {n: {s: t.clone() for s, t in r.items()} for n, r in transport.reduce_in_node(unit, contrib).items()}
     world = layout.topology.world
-    totals = transport.reduce_between_nodes(unit)
+    totals = transport.reduce_between_nodes(unit, sums)
     expected = {(a, b): truth[a:b] * world + world * (world - 1) // 2 for a, b in layout.rooted(rank)}
     if totals.keys() != expected.keys() or any(not torch.equal(totals[s], expected[s]) for s in totals):
         return "reduce"

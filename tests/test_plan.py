@@ -125,8 +125,8 @@ def test_collectives_sum_in_place() -> None:
     groups = small_groups(topology, layers=1, rest=0, head=0)
     messages, collectives = (fp.footprint(topology, groups, fp.Options(device_type=d)) for d in ("cpu", "cuda"))
     shares = fp.LoadCounter(topology).shares(groups[1].layout)
-    # Level 1 of the unit from three others of the node, level 2 from two other nodes.
-    saved_W = 4 * 3 * shares.collected_W + 4 * 2 * shares.rooted_W
+    # Level 1 of the unit from three others of the node, one of which becomes the sum; level 2 from two other nodes.
+    saved_W = 4 * 2 * shares.collected_W + 4 * 2 * shares.rooted_W
     assert torch.equal(messages.peaks["backward"] - collectives.peaks["backward"], saved_W)
     assert fp.Footprint.total(messages.traffic).far == fp.Footprint.total(collectives.traffic).far
     flat = replace(topology, routing="flat")

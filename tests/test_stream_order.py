@@ -33,15 +33,14 @@ from .test_runtime import Tower, backward, inputs, make_muon, own, tower
 
 @contextlib.contextmanager
 def recorded(model: nn.Module, *shape: int, **options: Any) -> Iterator[tuple[Recorder, dmuon.OwnedMatrices]]:
-    """The model's matrices owned, on recording lanes."""
+    """The model's matrices owned, on recording lanes, also those that an optimizer adds."""
     make_lane = engine_module.make_lane
     with Recorder() as recorder:
-        engine_module.make_lane = lambda name, *_: RecordingLane(recorder, name)  # type: ignore[assignment]
+        engine_module.make_lane = lambda name, *_, **__: RecordingLane(recorder, name)  # type: ignore[assignment]
         try:
-            owned = own(model, *shape, **options)
+            yield recorder, own(model, *shape, **options)
         finally:
             engine_module.make_lane = make_lane
-        yield recorder, owned
 
 
 def checkpointed() -> Tower:
@@ -51,12 +50,21 @@ def checkpointed() -> Tower:
     return model
 
 
-def steps(model: nn.Module, owned: dmuon.OwnedMatrices, rank: int, micros: int = 1, skip: tuple[str, ...] = ()) -> None:
-    """Two steps, an evaluation and publishes that nobody gathers; rank 1 skips units from the second backward on."""
+def steps(
+    model: nn.Module,
+    owned: dmuon.OwnedMatrices,
+    rank: int,
+    micros: int = 1,
+    skip: tuple[str, ...] = (),
+    defer: bool = True,
+) -> None:
+    """Two steps, an evaluation and publishes that nobody gathers; rank 1 skips units from the second backward on.
+    Without ``defer`` any backward may be the last, and its early updates are dropped by the next."""
     matrix = owned.build_optimizer(make_muon)
     for step in range(2):
         for micro in range(micros):
-            owned.set_is_last_backward(micro == micros - 1)
+            if defer:
+                owned.set_is_last_backward(micro == micros - 1)
             backward(model, 10 * step + micro, rank, skip=skip if rank == 1 and step + micro else ())
         owned.clip_grad_norm_(model, 1.0)
         matrix.step()
@@ -68,18 +76,14 @@ def steps(model: nn.Module, owned: dmuon.OwnedMatrices, rank: int, micros: int =
 
 Setting = tuple[tuple[int, int], dict[str, Any], dict[str, Any]]  # mesh, options of own_matrices, options of `steps`
 SETTINGS: dict[str, Setting] = {
-    "one prefetched": ((2, 2), {}, {"skip": ("2",)}),
+    "recomputed, one prefetched": ((2, 2), {}, {"skip": ("2",)}),
     "sync, none prefetched": ((2, 2), {"publish": "sync", "prefetch": 0}, {"skip": ("first", "0", "2")}),
-    "two prefetched, level 2 once": ((2, 2), {"prefetch": 2}, {"skip": ("1",), "micros": 3}),
-    "kept": ((2, 2), {"reshard_after_forward": False}, {"skip": ("idle 1",), "micros": 3}),
-    "shard groups over nodes": ((1, 4), {}, {"micros": 3}),
-    "node holders": ((1, 4), {"holders": "node"}, {"skip": ("1",)}),
-    "replica": ((2, 2), {"ownership": "replica"}, {"skip": ("0",), "micros": 3}),
-    "flat": ((2, 2), {"routing": "flat"}, {}),
-    "collectives": ((2, 2), {"transport": "collective", "prefetch": 2}, {"skip": ("1",), "micros": 3}),
+    "kept": ((2, 2), {"reshard_after_forward": False}, {"skip": ("idle 1",), "micros": 2}),
+    "shard groups over nodes": ((1, 4), {"prefetch": 2, "clip": "per_matrix"}, {"micros": 2}),
+    "replica": ((2, 2), {"ownership": "replica", "clip": "adamw_only"}, {"skip": ("0",), "micros": 2, "defer": False}),
+    "flat": ((2, 2), {"routing": "flat", "select": r"layers\.0\.(up|down)"}, {}),
+    "collectives": ((2, 2), {"transport": "collective", "prefetch": 2}, {"skip": ("1",), "micros": 2}),
     "padded collectives": ((1, 4), {"transport": "padded", "holders": "node"}, {}),
-    "ranks without a piece": ((2, 2), {"select": r"layers\.0\.(up|down)"}, {}),
-    "recomputed": ((2, 2), {}, {"skip": ("1",)}),
 }
 
 
@@ -88,7 +92,7 @@ def _ordered(rank: int, world: int, names: list[str]) -> dict[str, Any]:
     found = {}
     for name in names:
         shape, options, how = SETTINGS[name]
-        model = checkpointed() if name == "recomputed" else tower()
+        model = checkpointed() if "recomputed" in name else tower()
         with recorded(model, *shape, **options) as (recorder, owned):
             log: list[LogEntry] = []
             wires = owned.engine.transport.wires
@@ -96,6 +100,7 @@ def _ordered(rank: int, world: int, names: list[str]) -> dict[str, Any]:
                 wires[phase] = Logged(phase, log, inner)
             steps(model, owned, rank, **how)
         assert recorder.operations > 500
+        assert ("clip" in options) == (recorder.clock("update")["update"] > 0)  # operations in the lane for early work
         found[name] = recorder.conflicts, log
     return found
 
@@ -111,7 +116,7 @@ def test_every_access_of_a_step_is_ordered_and_ranks_issue_one_total_order() -> 
                 assert sent == received, f"{name}, rank {rank} to {peer}"
 
 
-# ---- planted faults: each is one wait, or one borrow, less ----
+# ---- planted faults: each is one wait, or what stands for one, less ----
 
 
 def _forget_after(engine: Engine) -> None:
@@ -131,8 +136,12 @@ def _forget_contribution(engine: Engine) -> None:
     engine._contributions = Forgetful()
 
 
-def _forget_borrow(engine: Engine) -> None:
-    engine._lanes["reduce_between_nodes"].borrow = lambda tensor: None
+def _forget_node_sums(engine: Engine) -> None:
+    class Forgetful(deque):
+        def append(self, item: tuple[Ticket, dict]) -> None:
+            super().append((item[0], {}))
+
+    engine._node_sums = Forgetful()
 
 
 def _forget_earlier_publish(engine: Engine) -> None:
@@ -145,29 +154,50 @@ def _forget_earlier_publish(engine: Engine) -> None:
     engine.publish = forgetful
 
 
-def _forget_reduces(engine: Engine) -> None:
+def _forget_waits(engine: Engine, of: str) -> None:
     wait = engine.exposure.wait
-    engine.exposure.wait = lambda phase, ticket: None if phase == "reduce" else wait(phase, ticket)
+    engine.exposure.wait = lambda phase, ticket: None if phase == of else wait(phase, ticket)
+
+
+def _forget_level_2(engine: Engine) -> None:
+    update_early = engine.update_early
+
+    def forgetful(early: Callable[[Unit], Any]) -> None:
+        update_early(early)
+        submit = engine._early_lane.submit
+        engine._early_lane.submit = lambda task, after=(): submit(task)
+
+    engine.update_early = forgetful
 
 
 FAULTS: dict[str, tuple[Callable[[Engine], None], str]] = {
     "a gather does not wait for the publish": (_forget_after, "gather reads .* what publish wrote"),
     "a free does not wait for the gather": (_forget_before_free, "compute reuses memory that gather"),
     "a contribution is dropped before its reduce": (_forget_contribution, "compute reuses memory that reduce"),
-    "a partial sum is not borrowed": (_forget_borrow, "reduce reuses memory that reduce_between_nodes"),
+    "node sums are dropped before level 2": (_forget_node_sums, "reduce reuses memory that reduce_between_nodes"),
     "a publish does not wait for the last one": (
         _forget_earlier_publish,
         "compute writes .* what publish (read|wrote)",
     ),
-    "a step does not wait for the reduces": (_forget_reduces, "compute reads .* what reduce_between_nodes wrote"),
+    "a step does not wait for the reduces": (
+        functools.partial(_forget_waits, of="reduce"),
+        "compute reads .* what reduce_between_nodes wrote",
+    ),
+}
+EARLY_FAULTS: dict[str, tuple[Callable[[Engine], None], str]] = {  # where updates are made during backward
+    "an early update does not wait for level 2": (_forget_level_2, "update reads .* what reduce_between_nodes wrote"),
+    "a step does not wait for the early updates": (
+        functools.partial(_forget_waits, of="update"),
+        "compute reads .* what update wrote",
+    ),
 }
 
 
 def _faulty(rank: int, world: int) -> dict[str, list[str]]:
     found = {}
-    for name, (plant, _) in FAULTS.items():
+    for name, (plant, _) in (FAULTS | EARLY_FAULTS).items():
         model = tower()
-        with recorded(model, 2, 2) as (recorder, owned):
+        with recorded(model, 2, 2, clip="adamw_only" if name in EARLY_FAULTS else "joint") as (recorder, owned):
             plant(owned.engine)
             steps(model, owned, rank, skip=("1",))
         found[name] = recorder.conflicts
@@ -176,7 +206,7 @@ def _faulty(rank: int, world: int) -> dict[str, list[str]]:
 
 def test_each_missing_wait_is_found() -> None:
     by_rank = run_ranks(_faulty, 4, ranks_per_node=2, limit=60)
-    for name, (_, expected) in FAULTS.items():
+    for name, (_, expected) in (FAULTS | EARLY_FAULTS).items():
         lines = [line for found in by_rank for line in found[name]]
         assert any(re.search(expected, line) for line in lines), (name, sorted(set(lines))[:10])
 

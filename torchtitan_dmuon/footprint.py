@@ -21,7 +21,7 @@ from .matrices import Piece
 from .muon import DEFAULT_BATCH_BYTES
 from .newton_schulz import NewtonSchulz, compute_dtype, workspace_bytes
 from .ownership import OwnershipPlan
-from .runtime.engine import CONTRIBUTIONS_IN_FLIGHT
+from .runtime.engine import CONTRIBUTIONS_IN_FLIGHT, NODE_SUMS_IN_FLIGHT
 from .topology import Topology, UnitLayout
 
 MASTER_BYTES = 4  # fp32 masters, reduced gradients and AdamW's parameters
@@ -188,47 +188,64 @@ def _owned_memory(
         own = 0 if is_resident else sum(full[lo : hi + 1])
         return c * (own + sum(g.copied + g.rest for g in groups[lo : hi + 1]))
 
-    ahead = options.prefetch if options.reshard else len(groups)
-    forward_W = base_W + max(gathered(i if options.reshard else 0, i + ahead) for i in indices)
-
-    # Level 1: what a collector receives before it is summed. Level 2 at a root: the node sums of the others in reduce
-    # dtype, their total in fp32, and the gradient it is added to. Collectives sum in place and receive nothing aside.
+    # Level 1: what a collector receives beyond the node sums that it becomes; once sums of earlier micro-batches exist,
+    # all of it. Level 2 at a root: the node sums of the others in reduce dtype and their total in fp32; with replica
+    # ownership every owner's share of the totals. Collectives sum in place and receive nothing aside.
     nodes, flat = topology.nodes, topology.routing == "flat"
-    in_place = uses_collectives(topology, options.device_type)
+    in_place, is_replica = uses_collectives(topology, options.device_type), topology.ownership == "replica"
+    has_earlier = options.micro_batches > 1
+    defers = options.defer_reduce and has_earlier
     senders_W = torch.full_like(members_W, topology.world - 1) if flat else members_W - 1
-    received = [zero_W if in_place else w * senders_W * x for x in collected]
+    kept = 0 if defers else nodes if flat else 1
+    received = [zero_W if in_place else w * (senders_W - kept).clamp(min=0) * x for x in collected]
     partial = [w * x * (nodes if flat else 1) for x in collected]
-    tail = [((0 if flat or in_place else (nodes - 1) * w) + 2 * MASTER_BYTES) * r for r in rooted]
-    earlier_W = sum(partial, zero_W) if options.defer_reduce and options.micro_batches > 1 else zero_W
+    grad = [MASTER_BYTES * m for m in mastered]
+    aside = 0 if flat or in_place else (nodes - 1) * w
+    level_2 = [(aside + MASTER_BYTES) * r + (g if is_replica else 0) for r, g in zip(rooted, grad)]
+    earlier = [zero_W] * len(groups) if not has_earlier else partial if defers else grad  # of earlier micro-batches
+    before_last_W = sum(partial, zero_W) if defers else zero_W
 
-    backward_W, sums_W, tail_W, shards = zero_W, zero_W, zero_W, 0.0
+    owned = [i for i in indices if full[i]]
+
+    def reducing(first: int) -> torch.Tensor:
+        """When this backward has issued the reduces of the groups from ``first`` on, the last one first."""
+        begun, others = [i for i in owned if i >= first], [i for i in owned if i < first]
+        issued = begun + owned if has_earlier else begun  # the latest first
+        near, far = issued[:CONTRIBUTIONS_IN_FLIGHT], (begun if defers else issued)[:NODE_SUMS_IN_FLIGHT]
+        sums_W = _total(partial, far) + _largest(level_2, far) + _total(grad, begun) + _total(earlier, others)
+        return w * sum(full[i] for i in near) + _largest(received, near) + torch.maximum(sums_W, before_last_W)
+
+    ahead = options.prefetch if options.reshard else len(groups)
+    forward_W = base_W + reducing(len(groups)) + max(gathered(i if options.reshard else 0, i + ahead) for i in indices)
+    backward_W, shards = zero_W, 0.0
     for i in reversed(indices):
-        in_flight = range(i, min(len(groups), i + CONTRIBUTIONS_IN_FLIGHT))
         shards += MASTER_BYTES * shard[i]
-        # A unit's sums wait for level 2, any number of units at a time, or are its owner's gradient.
-        sums_W = sums_W + torch.maximum(partial[i], MASTER_BYTES * mastered[i])
-        tail_W = torch.maximum(tail_W, tail[i])
-        if int(earlier_W.max()):  # sums of earlier micro-batches, of units that this backward has not reached
-            earlier_W = earlier_W - partial[i]
         now = gathered(i - ahead, i) + c * (full[i] + groups[i].rest) + w * groups[i].rest + round(shards)
-        now += w * sum(full[j] for j in in_flight)
-        level_1_W = torch.stack([received[j] for j in in_flight]).amax(0)
-        backward_W = torch.maximum(backward_W, base_W + now + level_1_W + sums_W + earlier_W + tail_W)
+        most_W = torch.maximum(reducing(i + 1), reducing(i))  # before its own reduce, and behind
+        backward_W = torch.maximum(backward_W, base_W + now + most_W)
     workspace_W = _workspace(topology, groups, options)
     update_W = zero_W  # scratch of updates that are made during backward, beside what making them needs
     if options.early_update:
         itemsize = compute_dtype(options.settings, options.device_type).itemsize
         update_W = sum((itemsize * m for m in mastered), zero_W)
-        most_W = torch.stack(mastered).amax(0)  # of a unit: the advanced momentum and the clipped gradient
-        backward_W = backward_W + update_W + workspace_W + (options.momentum_bytes + MASTER_BYTES) * most_W
+        unit_W = _largest(mastered, indices)  # its advanced momentum and clipped gradient
+        backward_W = backward_W + update_W + workspace_W + (options.momentum_bytes + MASTER_BYTES) * unit_W
     largest = max((p.numel for g in groups for p in g.pieces), default=0)
     peaks = {
         "init": weights_W + max(c * max(full), MASTER_BYTES * largest),
         "forward": forward_W,
         "backward": backward_W,
-        "step": base_W + MASTER_BYTES * sum(mastered, zero_W) + round(shards) + workspace_W + update_W,
+        "step": base_W + sum(grad, zero_W) + round(shards) + workspace_W + update_W,
     }
     return base_W, peaks
+
+
+def _total(values: Sequence[torch.Tensor], of: Sequence[int]) -> torch.Tensor:
+    return sum((values[i] for i in of), torch.zeros_like(values[0]))
+
+
+def _largest(values: Sequence[torch.Tensor], of: Sequence[int]) -> torch.Tensor:
+    return torch.stack([torch.zeros_like(values[0]), *(values[i] for i in of)]).amax(0)
 
 
 def _workspace(topology: Topology, groups: Sequence[Group], options: Options) -> torch.Tensor:

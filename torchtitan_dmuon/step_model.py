@@ -23,7 +23,7 @@ from .footprint import MASTER_BYTES, Group, Options, fsdp_traffic
 from .loads import LoadCounter, Loads
 from .newton_schulz import flops
 from .ownership import OwnershipPlan
-from .runtime.engine import CONTRIBUTIONS_IN_FLIGHT
+from .runtime.engine import CONTRIBUTIONS_IN_FLIGHT, NODE_SUMS_IN_FLIGHT
 from .topology import Topology, UnitLayout
 
 ADAMW_BYTES = 28  # of memory traffic per element: parameter, gradient and moments read, parameter and moments written
@@ -193,9 +193,11 @@ class StepModel:
                     done[i] = add(
                         f"forward {i}", "compute", work.forward_flops[i] / forward_rate, needs, info=("gather", i, step)
                     )
-                # Backward: again gathered, reduced as soon as it is over; few gradient buffers may be in flight.
+                # Backward: again gathered, reduced as soon as it is over; few gradient buffers and node sums may be in
+                # flight.
                 back: list[Task | None] = [None] * count
                 level_1: list[Task | None] = [None] * count
+                level_2: list[list[Task | None]] = [[] for _ in range(count)]
                 scattered: list[Task | None] = [None] * count
                 last: list[Task | None] = []
                 for i in reversed(range(count)):
@@ -208,6 +210,8 @@ class StepModel:
                         needs.append(self.fsdp("gather", f"all-gather {i}", rest[i], [asked]))
                     busy = i + 1 + CONTRIBUTIONS_IN_FLIGHT
                     needs += [level_1[busy]] if busy < count else []
+                    busy = i + 1 + NODE_SUMS_IN_FLIGHT
+                    needs += level_2[busy] if busy < count else []
                     needs += [scattered[i + 2]] if i + 2 < count else []
                     seconds = (2 + work.recompute) * work.forward_flops[i] / forward_rate
                     back[i] = add(f"backward {i}", "compute", seconds, needs, info=("reduce", i, step))
@@ -228,7 +232,10 @@ class StepModel:
                         added = most * 3 * w / memory_rate
                         level_1[i] = add(f"sum {i}", "reduce", added, [task])
                         if is_last or not options.defer_reduce:
-                            last += self._between(own, f"level 2 {i}", "level 2", load["reduce_2"], w, [level_1[i]])
+                            level_2[i] = self._between(
+                                own, f"level 2 {i}", "level 2", load["reduce_2"], w, [level_1[i]]
+                            )
+                            last += level_2[i]
                         else:
                             last.append(level_1[i])
                 begin_with = back[0]

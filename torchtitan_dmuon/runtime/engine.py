@@ -25,8 +25,9 @@ from .transport import PHASES, Transport
 from .unit import Ranges, Unit, slice_of
 from .wires import Control
 
-# Gradient buffers of this many units may be in flight inside the node; level 2 holds a node's share of a unit each.
+# Gradient buffers of this many units may be in flight inside the node, and node sums of this many between nodes.
 CONTRIBUTIONS_IN_FLIGHT = 2
+NODE_SUMS_IN_FLIGHT = 3
 
 
 class Engine:
@@ -69,6 +70,7 @@ class Engine:
         # Kept until the computation is ordered after their reduce: then their memory is free in stream order, and the
         # host, however far ahead, does not allocate more of them.
         self._contributions: deque[tuple[Ticket, torch.Tensor]] = deque()
+        self._node_sums: deque[tuple[Ticket, dict[int, Ranges]]] = deque()
         self._unfinished: set[int] = set()  # units with partial sums that have not been through level 2
         self._reduced: set[int] = set()  # units with gradients since the last step
         self._norm: torch.Tensor | None = None  # of the gradients as reduced, if a clip has taken it
@@ -193,14 +195,12 @@ class Engine:
 
     def _issue_reduce(self, index: int) -> None:
         unit = self.units[index]
-        while len(self._contributions) >= CONTRIBUTIONS_IN_FLIGHT:
-            self.exposure.wait("reduce", self._contributions[0][0])
-            self._contributions.popleft()
+        self._await_all_but(CONTRIBUTIONS_IN_FLIGHT - 1, self._contributions)
+        self._await_all_but(NODE_SUMS_IN_FLIGHT - 1, self._node_sums)
         unit.drop_scratch()
         self.clipped_to = None
-        contrib = unit.take_gradients()
-        # The sums that its last level 2 takes away are not added to before.
-        ticket = self._submit("reduce", unit, lambda: self._reduce_in_node(unit, contrib), unit.reducing[-1:])
+        contrib, sums = unit.take_gradients(), unit.partial
+        ticket = self._submit("reduce", unit, lambda: self._reduce_in_node(unit, contrib, sums))
         unit.reducing.append(ticket)
         self._contributions.append((ticket, contrib))
         self._norm = self._finite = None
@@ -209,29 +209,35 @@ class Engine:
         if self.is_last_backward:
             self._issue_between_nodes(unit, ticket)
 
+    def _await_all_but(self, count: int, in_flight: deque[tuple[Ticket, Any]]) -> None:
+        """Order the computation after all but the last ``count`` operations, and let go of their buffers. No rank waits
+        for another in a ring: what is waited for comes earlier in the order that all ranks issue in."""
+        while len(in_flight) > count:
+            self.exposure.wait("reduce", in_flight[0][0])
+            in_flight.popleft()
+
     def _issue_between_nodes(self, unit: Unit, after: Ticket) -> None:
         self._unfinished.discard(unit.index)
-        task = lambda: self._reduce_between_nodes(unit)  # noqa: E731
-        unit.reducing.append(self._submit("reduce_between_nodes", unit, task, [after]))
+        sums, unit.partial = unit.partial, {}
+        ticket = self._submit("reduce_between_nodes", unit, lambda: self._reduce_between_nodes(unit, sums), [after])
+        unit.reducing.append(ticket)
+        self._node_sums.append((ticket, sums))
         if self.early is not None and self.step_follows and unit.owned:
             early = self.early
             unit.early = self._early_lane.submit(lambda: early(unit), [unit.reducing[-1]])
 
-    def _reduce_in_node(self, unit: Unit, contrib: torch.Tensor) -> None:
-        """Level 1: contributions to their collector; sums of several micro-batches add up."""
-        for node, sums in self.transport.reduce_in_node(unit, contrib).items():
-            so_far = unit.partial.setdefault(node, {})
-            for span, total in sums.items():
+    def _reduce_in_node(self, unit: Unit, contrib: torch.Tensor, sums: dict[int, Ranges]) -> None:
+        """Level 1: contributions to their collector, added to its ``sums`` of earlier micro-batches."""
+        for node, fresh in self.transport.reduce_in_node(unit, contrib).items():
+            so_far = sums.setdefault(node, {})
+            for span, total in fresh.items():
                 if span in so_far:
                     so_far[span].add_(total)
                 else:  # a slice of the contribution would keep all of it alive
                     so_far[span] = total.clone() if total.untyped_storage() is contrib.untyped_storage() else total
-        for sums in unit.partial.values():
-            for tensor in sums.values():
-                self._lanes["reduce_between_nodes"].borrow(tensor)
 
-    def _reduce_between_nodes(self, unit: Unit) -> None:
-        """Level 2: node sums to the owner, into its gradient."""
+    def _reduce_between_nodes(self, unit: Unit, sums: dict[int, Ranges]) -> None:
+        """Level 2: node ``sums`` to the owner, into its gradient."""
         for span in unit.layout.mastered(self.rank):
             if span not in unit.grad:
                 unit.grad[span] = torch.zeros(span[1] - span[0], dtype=torch.float32, device=unit.device)
@@ -239,13 +245,12 @@ class Engine:
             fresh: Ranges = {s: torch.zeros_like(t) for s, t in unit.grad.items()}
         else:
             fresh = unit.grad
-        for span, total in self.transport.reduce_between_nodes(unit).items():
+        for span, total in self.transport.reduce_between_nodes(unit, sums).items():
             slice_of(fresh, *span).add_(total.div_(self.gradient_divide_factor))
         if self.topology.ownership == "replica":
             self.transport.spread(unit, fresh, "reduce_between_nodes")
             for span, tensor in unit.grad.items():
                 tensor.add_(fresh[span])
-        unit.partial.clear()
 
     def finish_reduces(self) -> bool:
         """Complete what is in flight and give owned pieces their gradients, zeros where no rank used a piece. False if
@@ -253,6 +258,7 @@ class Engine:
         local."""
         for index in self.reduce_order():
             if index in self._unfinished:
+                self._await_all_but(NODE_SUMS_IN_FLIGHT - 1, self._node_sums)
                 self._issue_between_nodes(self.units[index], self.units[index].reducing[-1])
         reduced = [self.units[i] for i in sorted(self._reduced)]
         for unit in reduced:
@@ -262,6 +268,7 @@ class Engine:
             if unit.early is not None:  # it reads the gradient, which a clip may change from here on
                 self.exposure.wait("update", unit.early)
         self._contributions.clear()
+        self._node_sums.clear()
         self._order_check.compare()
         if not self._agreed:
             self._agree_on_order()
@@ -280,6 +287,7 @@ class Engine:
             for param in unit.params:
                 param.weight.grad = None
         self._contributions.clear()
+        self._node_sums.clear()
         self._unfinished.clear()
         self._reduced.clear()
         self._norm = self._finite = self.clipped_to = None

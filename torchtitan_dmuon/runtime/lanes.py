@@ -30,9 +30,6 @@ class Ticket(Protocol):
 class Lane(Protocol):
     def submit(self, task: Callable[[], Any], after: Sequence[Ticket] = ()) -> Ticket: ...
 
-    def borrow(self, tensor: torch.Tensor) -> None:
-        """Keep the tensor's memory from reuse until this lane's tasks so far are done, though others drop it."""
-
     def close(self) -> None: ...
 
 
@@ -94,9 +91,6 @@ class CpuLane:
         self._tasks.put((task, tuple(after), ticket))
         return ticket
 
-    def borrow(self, tensor: torch.Tensor) -> None:
-        pass  # references keep host memory alive
-
     def close(self) -> None:
         self._tasks.put(None)
         self._thread.join(timeout=5)
@@ -129,9 +123,6 @@ class CudaLane:
             event = torch.cuda.Event()
             event.record(self._stream)
         return _CudaTicket(event, value)
-
-    def borrow(self, tensor: torch.Tensor) -> None:
-        tensor.record_stream(self._stream)
 
     def close(self) -> None:
         pass

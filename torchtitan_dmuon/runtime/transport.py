@@ -40,9 +40,9 @@ class Transport(Protocol):
         """Level 1: sums of contributions, by node, of what this rank collects, in reduce dtype. They may be parts of
         ``contrib``, whose other parts are undefined afterwards."""
 
-    def reduce_between_nodes(self, unit: Unit) -> Ranges:
-        """Level 2: sums over all nodes of what this rank is the root of, as float32 tensors of their own.
-        ``unit.partial`` is undefined afterwards."""
+    def reduce_between_nodes(self, unit: Unit, sums: dict[int, Ranges]) -> Ranges:
+        """Level 2: totals over all nodes of what this rank is the root of, as float32 tensors of their own.
+        ``sums``, by node, are undefined afterwards."""
 
     def spread(self, unit: Unit, ranges: Ranges, phase: str) -> None:
         """From each root's part of ``ranges`` to the other holders' of it."""
@@ -73,15 +73,14 @@ class PointToPoint:
             sums[node] = {span: _sum([received[m][span] for m in members]) for span in ranges}
         return sums
 
-    def reduce_between_nodes(self, unit: Unit) -> Ranges:
+    def reduce_between_nodes(self, unit: Unit, sums: dict[int, Ranges]) -> Ranges:
         """Summed by node."""
         ranges = unit.layout.rooted(self.rank)
         stage = unit.routes.reduce[1]
         received = {peer: _buffers(unit, ranges) for peer in {m.peer for m in stage.recvs}}
-        own = unit.partial.get(self.topology.node(self.rank), {})
+        own = sums.get(self.topology.node(self.rank), {})
         self._exchange("reduce_between_nodes", stage, _everywhere(own), received.__getitem__)
-        by_node = {self.topology.node(p): sums for p, sums in received.items()}
-        by_node.update(unit.partial)
+        by_node = {self.topology.node(p): ranges for p, ranges in received.items()} | sums
         totals: Ranges = {}
         for span in ranges:
             first, *others = (slice_of(by_node[n], *span) for n in sorted(by_node))
@@ -133,8 +132,8 @@ class Collectives:
             wire.reduce(parcels)
         return {self._node: {(a, b): contrib[a:b] for a, b in unit.layout.collected(self.rank)}}
 
-    def reduce_between_nodes(self, unit: Unit) -> Ranges:
-        own = unit.partial[self._node]
+    def reduce_between_nodes(self, unit: Unit, sums: dict[int, Ranges]) -> Ranges:
+        own = sums[self._node]
         if (wire := self.wires.get("reduce_between_nodes")) is not None:
             parcels = self._along_rail(unit, own)
             self._count_reduce("reduce_between_nodes", parcels)

@@ -10,7 +10,7 @@ Buffers, all in the layout of `topology.UnitLayout`:
     held      compute dtype, the ranges this rank is a holder of
     master    float32, the ranges this rank owns
     contrib   reduce dtype, every piece: this rank's gradients, from backward to the end of level 1
-    partial   reduce dtype, the ranges this rank collects: sums inside each node
+    partial   reduce dtype, the ranges this rank collects: sums inside each node, until level 2 takes them
     grad      float32, the ranges this rank owns: from the last reduce to the step
 """
 
@@ -84,7 +84,7 @@ class Unit:
                 set_layout(self.master_of[piece.key], piece.layout)
         self.rooted = {p.key for p in self.owned if self._in(layout.rooted(rank), p.key)}
 
-        self.partial: dict[int, Ranges] = {}  # node -> sums inside that node, over micro-batches
+        self.partial: dict[int, Ranges] = {}  # node -> sums inside that node, over micro-batches, before level 2
         self.grad: Ranges = {}
         self.gathered = False
         self.gathering: Ticket | None = None
