@@ -210,8 +210,10 @@ def _owned_memory(
     def reducing(first: int) -> torch.Tensor:
         """When this backward has issued the reduces of the groups from ``first`` on, the last one first."""
         begun, others = [i for i in owned if i >= first], [i for i in owned if i < first]
-        issued = begun + owned if has_earlier else begun  # the latest first
-        near, far = issued[:CONTRIBUTIONS_IN_FLIGHT], (begun if defers else issued)[:NODE_SUMS_IN_FLIGHT]
+        left = owned[: CONTRIBUTIONS_IN_FLIGHT - 1]  # behind the last reduce of a backward
+        near = left if not others and first not in owned else begun + left if has_earlier else begun
+        near = near[:CONTRIBUTIONS_IN_FLIGHT]  # the latest first
+        far = (begun + owned if has_earlier and not defers else begun)[:NODE_SUMS_IN_FLIGHT]
         sums_W = _total(partial, far) + _largest(level_2, far) + _total(grad, begun) + _total(earlier, others)
         return w * sum(full[i] for i in near) + _largest(received, near) + torch.maximum(sums_W, before_last_W)
 
@@ -221,7 +223,7 @@ def _owned_memory(
     for i in reversed(indices):
         shards += MASTER_BYTES * shard[i]
         now = gathered(i - ahead, i) + c * (full[i] + groups[i].rest) + w * groups[i].rest + round(shards)
-        most_W = torch.maximum(reducing(i + 1), reducing(i))  # before its own reduce, and behind
+        most_W = torch.maximum(reducing(i + 1), reducing(i)) if full[i] else reducing(i)  # before its reduce, behind it
         backward_W = torch.maximum(backward_W, base_W + now + most_W)
     workspace_W = _workspace(topology, groups, options)
     update_W = zero_W  # scratch of updates that are made during backward, beside what making them needs

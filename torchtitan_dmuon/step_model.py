@@ -73,7 +73,7 @@ class Placed:
     groups: Sequence[Group]
     sync: bool = False
     ring: bool = False  # by collectives that pass ranges on (`footprint.uses_collectives`), else point to point
-    overlap: bool = False  # point to point with any number of units under way: the best case of that route
+    overlap: bool = False  # point to point with all units under way that may be in flight: the best case of that route
 
     @cached_property
     def counter(self) -> LoadCounter:

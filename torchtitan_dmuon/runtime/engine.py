@@ -203,6 +203,8 @@ class Engine:
         ticket = self._submit("reduce", unit, lambda: self._reduce_in_node(unit, contrib, sums))
         unit.reducing.append(ticket)
         self._contributions.append((ticket, contrib))
+        if index == self._reduces.sequence[-1]:  # what comes behind, often a large embedding of FSDP2's, finds room
+            self._await_all_but(CONTRIBUTIONS_IN_FLIGHT - 1, self._contributions)
         self._norm = self._finite = None
         self._unfinished.add(index)
         self._reduced.add(index)
