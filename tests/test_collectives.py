@@ -121,7 +121,7 @@ def _two_backwards(rank: int, world: int) -> list[bool]:
             model = tower(2)
             owned = own(model, 2, 2, transport=transport)
             level_2 = owned.engine.transport.reduce_between_nodes
-            owned.engine.transport.reduce_between_nodes = lambda unit, go=level_2, d=delay: (time.sleep(d), go(unit))[1]
+            owned.engine.transport.reduce_between_nodes = lambda *args, go=level_2, d=delay: (time.sleep(d), go(*args))[1]
             backward(model, 0, rank)
             backward(model, 1, rank)
             owned.engine.finish_reduces()
@@ -131,7 +131,7 @@ def _two_backwards(rank: int, world: int) -> list[bool]:
     return found
 
 
-def test_a_reduce_waits_for_the_last_one_of_its_unit() -> None:
+def test_a_reduce_adds_nothing_to_sums_that_are_on_their_way() -> None:
     assert run_ranks(_two_backwards, 4, ranks_per_node=2, limit=30) == [[True, True]] * 4
 
 

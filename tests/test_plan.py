@@ -211,7 +211,8 @@ def test_warnings_name_the_option_that_would_need_less() -> None:
     text = "\n".join(plan_command.summary(make_plan(wide, 64), 500e12)["warnings"])
     assert "units travel point to point" in text and "holders = 'node' would do" in text
     assert re.search(r'dmuon.holders = "node": [0-9.]+ GiB', text)
-    assert "defer_reduce" not in text  # would not need less: every sum waits for level 2 in either
+    # Then few units' sums are kept at a time, not all until the last micro-batch.
+    assert re.search(r"dmuon.defer_reduce = false: [0-9.]+ GiB", text)
 
 
 def test_other_worlds_keep_the_shards_and_say_so() -> None:

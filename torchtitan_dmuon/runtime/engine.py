@@ -25,7 +25,8 @@ from .transport import PHASES, Transport
 from .unit import Ranges, Unit, slice_of
 from .wires import Control
 
-# Gradient buffers of this many units may be in flight inside the node, and node sums of this many between nodes.
+# Gradient buffers of this many units may be in flight inside the node, and node sums of this many between nodes: while
+# the computation waits for the oldest, the links have two more to go on with.
 CONTRIBUTIONS_IN_FLIGHT = 2
 NODE_SUMS_IN_FLIGHT = 3
 
@@ -203,17 +204,17 @@ class Engine:
         ticket = self._submit("reduce", unit, lambda: self._reduce_in_node(unit, contrib, sums))
         unit.reducing.append(ticket)
         self._contributions.append((ticket, contrib))
-        if index == self._reduces.sequence[-1]:  # what comes behind, often a large embedding of FSDP2's, finds room
-            self._await_all_but(CONTRIBUTIONS_IN_FLIGHT - 1, self._contributions)
         self._norm = self._finite = None
         self._unfinished.add(index)
         self._reduced.add(index)
         if self.is_last_backward:
             self._issue_between_nodes(unit, ticket)
+        if index == self._reduces.sequence[-1]:  # what comes behind, often a large embedding of FSDP2's, finds room
+            self._await_all_but(CONTRIBUTIONS_IN_FLIGHT - 1, self._contributions)
 
     def _await_all_but(self, count: int, in_flight: deque[tuple[Ticket, Any]]) -> None:
-        """Order the computation after all but the last ``count`` operations, and let go of their buffers. No rank waits
-        for another in a ring: what is waited for comes earlier in the order that all ranks issue in."""
+        """Order the computation after all but the last ``count`` operations, and let go of their buffers. This cannot
+        deadlock: what is waited for comes earlier in the order that all ranks issue in."""
         while len(in_flight) > count:
             self.exposure.wait("reduce", in_flight[0][0])
             in_flight.popleft()
