@@ -221,6 +221,8 @@ def test_other_worlds_keep_the_shards_and_say_so() -> None:
     assert "32 x 8 -> 8 x 8" in planned.assumed[0]
     assert make_plan(load("llama3_8b_dmuon"), 4).topology.shard_size == 4
     assert make_plan(load("llama3_8b_dmuon"), 256).assumed == []
+    with pytest.raises(ConfigError, match="100 ranks are no multiple of 8 shards"):
+        make_plan(load("llama3_8b_dmuon"), 100)
 
 
 def test_a_configuration_without_owners_is_planned_as_if(folder) -> None:

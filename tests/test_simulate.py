@@ -272,5 +272,8 @@ def test_the_command_writes_the_stable_names(tmp_path, capsys) -> None:
     assert variants["dmuon"]["internode_bytes_per_step"] < variants["adamw"]["internode_bytes_per_step"]
     assert {e["ph"] for e in json.loads(trace.read_text())["traceEvents"]} == {"M", "X"}
     assert "llama3 8B on 16 ranks of h100" in capsys.readouterr().out
+    # The file's nodes come before the cluster's.
+    assert command.main([config, "--world", "8", "--dmuon.ranks_per_node", "4", "--json", str(out)]) == 0
+    assert json.loads(out.read_text())["variants"]["adamw"]["internode_bytes_per_step"] > 0
     assert command.main([config, "--world", "8", "--variants", "dmuon,adamv"]) == 2
     assert command.main([config, "--world", "8", "--cluster", "none"]) == 2

@@ -97,6 +97,7 @@ def summary(planned: Planned, flops_per_second: float) -> dict[str, Any]:
         "assumed": planned.assumed,
         "warnings": warnings(planned, flops_per_second),
         "kinds": kinds(planned),
+        "owners": {piece.key: owner for piece, owner in zip(plan.pieces, plan.owners, strict=True)},
     }
 
 
@@ -368,7 +369,13 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pattern", default="", help="names of the matrices, for a configuration without a DMuon group"
     )
-    parser.add_argument("--ranks-per-node", type=int, default=0, metavar="G", help="default: the file's, else 8")
+    parser.add_argument(
+        "--ranks-per-node",
+        type=int,
+        default=0,
+        metavar="G",
+        help="default: the file's, else 8 (simulate: the cluster's)",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures as JSON")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="also draw a picture")
 

@@ -18,15 +18,25 @@ from typing import Any
 from torchtitan_dmuon.titan import platform, toml_config
 from torchtitan_dmuon.titan.config import ConfigError
 
+USAGE = """\
+usage: [torchrun ...] python -m torchtitan_dmuon.train --config FILE.toml [--SECTION.KEY VALUE ...]
+       [torchrun ...] python -m torchtitan_dmuon.train --module MODULE --config NAME [--SECTION.KEY VALUE ...]
+
+With a configuration, --help lists every key. docs/configuration.md explains the file."""
+
 # torchrun ends all ranks when the first one fails; the one that speaks on each node must not be cut short.
 _SILENT_RANKS_WAIT_SECONDS = 2.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train as the arguments say. Returns 0, or 2 for a config that cannot run; other failures raise."""
+    argv = sys.argv[1:] if argv is None else argv
+    if "--help" in argv and not any(arg.startswith("--config") for arg in argv):
+        print(USAGE)
+        return 0
     try:
         alone = _default_environment()
-        run = toml_config.parse(sys.argv[1:] if argv is None else argv)
+        run = toml_config.parse(argv)
         lines = ["no launcher: one process"] if alone else []
         lines += _checked(run)
     except (ConfigError, platform.PlatformError) as error:

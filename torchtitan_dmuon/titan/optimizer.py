@@ -36,6 +36,8 @@ from torchtitan_dmuon.titan.names import is_owned, optimizer_class, rule_kwargs,
 from torchtitan_dmuon.titan.parallelize import dmuon_config_of, owned_of, with_measured_forms
 from torchtitan_dmuon.titan.qk_clip import QkClip
 
+_LOGGED = ("lr", "weight_decay", "betas", "momentum", "nesterov", "adjust_lr_fn")
+
 
 class DMuonOptimizersContainer(OptimizersContainer):
     @dataclass(kw_only=True, slots=True)
@@ -142,9 +144,12 @@ class DMuonOptimizersContainer(OptimizersContainer):
 
     def _log_optimizer(self, optimizer: Any, part_idx: int, patterns: list[str]) -> None:
         if isinstance(optimizer, OwnedOptimizer):  # the stock line counts what this rank owns
+            of_riders = {id(g) for inner in optimizer.inners[1:] for g in inner.param_groups}
             for group, count, pattern in zip(optimizer.param_groups, self._owned_counts, patterns, strict=True):
-                shown = {k: v for k, v in group.items() if k in ("lr", "weight_decay", "betas", "momentum", "nesterov")}
-                logger.info(f"Optimizer {type(optimizer).__name__}: {count} params [{pattern}] {shown}")
+                name = "AdamW" if id(group) in of_riders else type(optimizer).__name__
+                logger.info(
+                    f"Optimizer {name}: {count} params [{pattern}] { ({k: group[k] for k in _LOGGED if k in group}) }"
+                )
         else:
             super()._log_optimizer(optimizer, part_idx, patterns)
         for line in describe_optimizer(optimizer, self.owned):

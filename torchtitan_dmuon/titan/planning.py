@@ -140,7 +140,10 @@ def make_plan(
 
 
 def fit_mesh(config: Any, world: int, ranks_per_node: int) -> list[str]:
-    """Degrees whose product is ``world``, in place: the file's shards with other replicas. Returns what changed."""
+    """Degrees whose product is ``world``, in place: the file's shards with other replicas. Returns what changed.
+
+    Raises ConfigError where the shards do not divide the world.
+    """
     mesh = config.parallelism
     others = mesh.tensor_parallel_degree * mesh.pipeline_parallel_degree * mesh.context_parallel_degree
     replicate, shard = mesh.data_parallel_replicate_degree, mesh.data_parallel_shard_degree
@@ -151,7 +154,11 @@ def fit_mesh(config: Any, world: int, ranks_per_node: int) -> list[str]:
         return []
     fitted = min(shard if shard > 0 else ranks_per_node, world)
     if world % fitted:
-        fitted = ranks_per_node if world % ranks_per_node == 0 else 1
+        raise ConfigError(
+            f"{world} ranks are no multiple of {fitted} shards: give --parallelism.data_parallel_shard_degree and "
+            "--parallelism.data_parallel_replicate_degree",
+            "parallelism.data_parallel_shard_degree",
+        )
     mesh.data_parallel_shard_degree, mesh.data_parallel_replicate_degree = fitted, world // fitted
     changed = [f"mesh {replicate} x {shard} -> {world // fitted} x {fitted} (replicas x shards) for {world} ranks"]
     step = config.training.local_batch_size * world
@@ -227,12 +234,12 @@ def _set_flavor(config: Any, flavor: str) -> None:
     package = sys.modules[config.model_spec.model.__class__.__module__.rpartition(".")[0]]
     registry = getattr(package, "model_registry", None)
     if registry is None:
-        raise ConfigError(f"--flavor {flavor}: {package.__name__} has no model_registry")
+        raise ValueError(f"--flavor {flavor}: {package.__name__} has no model_registry")
     try:
         spec = registry(flavor)
     except KeyError:
         known = next((v for k, v in vars(package).items() if k.endswith("_configs") and isinstance(v, dict)), {})
-        raise ConfigError(f"--flavor {flavor}: {package.__name__} has {', '.join(known)}") from None
+        raise ValueError(f"--flavor {flavor}: {package.__name__} has {', '.join(known)}") from None
     config.model_spec = spec
 
 

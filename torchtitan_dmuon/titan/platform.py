@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from torchtitan_dmuon.newton_schulz import cpu_has_fast_bf16
 from torchtitan_dmuon.titan.config import ConfigError
 
 READ_IN = "torchtitan 0.3.0"
@@ -89,7 +90,8 @@ def prepare() -> None:
 
 
 def adapt_config(config: Any) -> list[str]:
-    """Adapt a Trainer.Config to this machine, in place. Returns one line for each setting changed; none on CUDA.
+    """Adapt a Trainer.Config to this machine, in place. Returns one line for each setting that was changed, or that the
+    user had better change; none on CUDA.
 
     Raises :class:`ConfigError` for a setting that cannot work on CPU.
     """
@@ -98,6 +100,8 @@ def adapt_config(config: Any) -> list[str]:
     import torchtitan.models.common.attention as attention
 
     changes = []
+    if config.training.mixed_precision_param == "bfloat16" and not cpu_has_fast_bf16():
+        changes.append("this CPU only emulates bf16: --training.mixed_precision_param float32 is several times faster")
     if config.optimizer.implementation.startswith("fused"):
         changes.append(
             f"optimizer.implementation {config.optimizer.implementation!r} -> 'foreach' (fused is CUDA only)"

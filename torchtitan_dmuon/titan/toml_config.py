@@ -279,7 +279,7 @@ def save(tables: dict[str, Any], left_out: Sequence[str], folder: str, changes: 
 
     ``changes`` (what this machine made of the settings) go into the head as comments: another machine decides anew.
     """
-    head = ["The configuration of this run. It runs again with: python -m torchtitan_dmuon.train --config THIS_FILE"]
+    head = ["The configuration of this run. It runs again with --config THIS_FILE, on as many ranks."]
     head += [f"Set by this machine, not by the file: {line}" for line in changes]
     head += [f"Not expressible in TOML, taken from the registry config: {key}" for key in left_out]
     text = "".join(f"# {line}\n" for line in head) + "\n" + tomli_w.dumps(tables)

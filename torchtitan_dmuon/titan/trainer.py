@@ -126,7 +126,7 @@ def _defers(config: DMuonTrainer.Config) -> bool:
         copy.deepcopy(config), world, config.dmuon.ranks_per_node or local, "cpu" if on_cpu() else "cuda"
     )
     if not planned.options.defer_reduce:
-        logger.warning(
+        logger.info(
             "dmuon.defer_reduce = auto: gradients cross nodes in every micro-batch, because sums kept inside nodes "
             "would take the planned peak memory above AdamW's; set it to true to keep them anyway"
         )
