@@ -88,9 +88,11 @@ def test_every_module_that_copies_the_device_is_known():
 
 
 def test_a_config_is_adapted_once_and_only_here(monkeypatch):
+    monkeypatch.setattr(platform, "cpu_has_fast_bf16", lambda: False)
     config = llama3_debugmodel()
     changes = platform.adapt_config(config)
-    assert len(changes) == 3 and config.training.disable_cuda_graphs
+    assert len(changes) == 4 and config.training.disable_cuda_graphs
+    assert "only emulates bf16" in changes[0] and config.training.mixed_precision_param == "bfloat16"
     assert config.optimizer.implementation == "foreach"
     assert config.override.imports == [platform.ATTENTION_OVERRIDE]
     platform.adapt_config(config)
