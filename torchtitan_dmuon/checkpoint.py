@@ -21,6 +21,8 @@ import torch
 from .runtime.optimizer import OwnedOptimizer
 from .runtime.row_shards import RowShards
 
+_NO_OPTIONS = {"params", "param_names"}  # of a parameter group
+
 
 @torch.no_grad()
 def materialize_state(optimizer: OwnedOptimizer) -> None:
@@ -61,7 +63,7 @@ def optimizer_state(optimizer: OwnedOptimizer) -> dict[str, Any]:
             else:  # a counter: each piece its own, since pieces may have skipped steps apart
                 flat[f"state.{name}[{piece_row}].{key}"] = value
         for option, value in group.items():
-            if option not in ("params", "param_names"):
+            if option not in _NO_OPTIONS:
                 flat[f"param_groups.{name}.{option}"] = value
     for key, held in rows.items():
         name = key.removeprefix("state.").rpartition(".")[0]
@@ -71,14 +73,15 @@ def optimizer_state(optimizer: OwnedOptimizer) -> dict[str, Any]:
 
 
 def load_optimizer_state(optimizer: OwnedOptimizer, flat: Mapping[str, Any]) -> None:
-    """Inverse of :func:`optimizer_state`; keys of other optimizers are ignored. KeyError names what is missing."""
+    """Inverse of :func:`optimizer_state`; keys of other optimizers are ignored. KeyError names what is missing. A
+    collective: every rank takes the options of every group."""
     materialize_state(optimizer)
     # Through the optimizers' own loads, which check conventions and convert dtypes.
     packed = optimizer.state_dict()
     loaded: dict[torch.Tensor, dict[str, Any]] = {}
     states = optimizer.state
     for group, name, row, param in _owned(optimizer, packed["param_groups"]):
-        for option in [o for o in group if o not in ("params", "param_names")]:
+        for option in group.keys() - _NO_OPTIONS:
             group[option] = _required(flat, f"param_groups.{name}.{option}")
         state = {}
         for key, current in states.get(param, {}).items():
@@ -89,6 +92,12 @@ def load_optimizer_state(optimizer: OwnedOptimizer, flat: Mapping[str, Any]) -> 
             else:
                 state[key] = _required(flat, f"state.{name}[{row}].{key}")
         loaded[param] = state
+    # Who owns nothing of a group has read nothing of it: all take what the first that owns some of it has read.
+    read = [_options(group) if group["params"] else {} for group in packed["param_groups"]]
+    for group, by_rank in zip(packed["param_groups"], zip(*optimizer.engine.control.all_gather(read)), strict=True):
+        for option, value in next(filter(None, by_rank), {}).items():
+            own = group[option]
+            group[option] = value.to(own.device) if isinstance(own, torch.Tensor) else value
     index = 0
     for group in optimizer.param_groups:
         for param in group["params"]:
@@ -107,6 +116,12 @@ def _owned(
             name, bracket, row = key.partition("[")
             found.append((saved, name, int(row.rstrip("]")) if bracket else None, param))
     return found
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Tensors on the CPU, to be sent."""
+    options = {option: value for option, value in group.items() if option not in _NO_OPTIONS}
+    return {option: value.cpu() if isinstance(value, torch.Tensor) else value for option, value in options.items()}
 
 
 def _required(flat: Mapping[str, Any], key: str) -> Any:

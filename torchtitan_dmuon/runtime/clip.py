@@ -42,11 +42,14 @@ def piece_scale(grad: torch.Tensor, max_norm: float) -> torch.Tensor:
 def clip_gradients(engine: Engine, parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
     """Scale gradients by min(1, max_norm / (norm + 1e-6)), as torch's `clip_grad_norm_`. Returns the norm of all of
     them before the clip, float32, the same on every rank; if it is not finite nothing is clipped: the step is skipped.
+    ValueError for a ``max_norm`` that is negative or no number.
 
     The norm that clips is, with ``engine.clip`` "joint", that of all gradients; with "adamw_only", that of FSDP2's
     and the riders' gradients, and those of owned matrices stay as they are; with "per_matrix" also, and each of
     these is clipped by its own.
     """
+    if not max_norm >= 0:
+        raise ValueError(f"max_norm = {max_norm}: must be at least 0")
     parameters, mode = list(parameters), engine.clip
     engine.max_norm = max_norm
     engine.finish_reduces()

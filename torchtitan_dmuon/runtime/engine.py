@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -24,6 +25,8 @@ from .schedule import GatherOrder, ReduceQueue, agreed_sequence
 from .transport import PHASES, Transport
 from .unit import Ranges, Unit, slice_of
 from .wires import Control
+
+logger = logging.getLogger(__name__)
 
 # Gradient buffers of this many units may be in flight inside the node, and node sums of this many between nodes: while
 # the computation waits for the oldest, the links have two more to go on with.
@@ -62,6 +65,8 @@ class Engine:
         self.clip = clip  # which norm clips which gradients: see `clip.py`
         self.max_norm: float | None = None  # of the last clip
         self.clipped_to: float | None = None  # the norm that each piece has been clipped to since the last reduce
+        self.has_optimizer = False
+        self._unclaimed = 0  # backwards that reduced gradients without one
         self.uninitialized: set[str] = set()  # owned parameters that have no values yet
         self.stale = True  # holders' copies differ from the masters: publish before the next gather
         self.exposure = Exposure(device)
@@ -119,6 +124,13 @@ class Engine:
     def backward_over(self, any_gradient: bool) -> None:
         if any_gradient:
             self._reduces.ready(self._reduces.sequence)
+            self._unclaimed += not self.has_optimizer
+            if self._unclaimed == 2:
+                self._unclaimed += 1  # once is enough
+                logger.warning(
+                    "gradients of owned parameters are reduced, but nothing updates these parameters: call "
+                    "owned.build_optimizer. An optimizer of model.parameters() passes them over"
+                )
         else:  # torch.autograd.grad, or nothing trainable: no rank reduces
             self._reduces.reset()
         self.backward_order.end()

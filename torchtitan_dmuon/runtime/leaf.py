@@ -5,7 +5,7 @@ dtype casts pass them by (the runtime owns their memory). A state dict holds the
 (DESIGN section 6, "State"); a load writes masters and marks the holders' copies stale.
 
 The walks are met by per-instance overrides of `Module._apply`, `_save_to_state_dict` and `_load_from_state_dict`, the
-methods `torch.nn.Module` calls for each submodule, and of the root's `zero_grad`; no class is changed.
+methods `torch.nn.Module` calls for each submodule, and of the root's `zero_grad` and pickling; no class is changed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from .parameter import OwnedParameter
+from .parameter import FreedParameter, OwnedParameter
 
 logger = logging.getLogger(__name__)
 
@@ -108,8 +108,9 @@ def adapt_leaf(module: nn.Module, owned: dict[str, OwnedParameter], store: Maste
     module._load_from_state_dict = types.MethodType(_load_from_state_dict, module)  # type: ignore[method-assign]
 
 
-def adapt_root(model: nn.Module, drop_gradients: Callable[[], None]) -> None:
-    """`model.zero_grad()` also forgets owned gradients: they are not in the modules, so the walk would miss them."""
+def adapt_root(model: nn.Module, placeholder: FreedParameter, drop_gradients: Callable[[], None]) -> None:
+    """`model.zero_grad()` also forgets owned gradients: they are not in the modules, so the walk would miss them. To
+    pickle or copy the model is refused as it is for the ``placeholder``."""
     zero = model.zero_grad
 
     def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
@@ -117,3 +118,4 @@ def adapt_root(model: nn.Module, drop_gradients: Callable[[], None]) -> None:
         drop_gradients()
 
     model.zero_grad = types.MethodType(zero_grad, model)  # type: ignore[method-assign]
+    model.__reduce_ex__ = placeholder.refuse_copy  # type: ignore[method-assign]

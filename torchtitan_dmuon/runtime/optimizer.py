@@ -168,6 +168,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for unit in self.engine.units:
             unit.drop_scratch()  # made from the momentum that goes
+        before = [(each.defaults, dict(group)) for each in self.inners for group in each.param_groups]
         groups = list(state_dict["param_groups"])
         for each in self.inners:
             mine, groups = groups[: len(each.param_groups)], groups[len(each.param_groups) :]
@@ -178,3 +179,9 @@ class OwnedOptimizer(torch.optim.Optimizer):
                 {"state": {i: s for i, s in state_dict["state"].items() if i in held}, "param_groups": mine}
             )
         self.param_groups = self._groups()
+        if self.engine.rank == 0:  # they are equal on all ranks; schedulers move lr
+            for index, ((defaults, old), new) in enumerate(zip(before, self.param_groups, strict=True)):
+                options = [o for o in old.keys() & defaults if o != "lr" and new.get(o) != old[o]]
+                if options:
+                    changes = ", ".join(f"{o} {new.get(o)!r} instead of {old[o]!r}" for o in sorted(options))
+                    logger.warning("parameter group %d takes options from the loaded state: %s", index, changes)

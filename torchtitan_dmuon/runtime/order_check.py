@@ -13,12 +13,20 @@ import os
 from .wires import Control
 
 
+def is_enabled() -> bool:
+    """Whether DMUON_DEBUG asks for the check. ValueError unless it is 1, 0, empty or absent."""
+    value = os.environ.get("DMUON_DEBUG", "")
+    if value not in ("1", "0", ""):
+        raise ValueError(f"DMUON_DEBUG = {value!r} in the environment: must be 1 or 0")
+    return value == "1"
+
+
 class OrderCheck:
     """Keeps (phase, unit) of each operation this rank issues, until :meth:`compare`."""
 
     def __init__(self, control: Control, rank: int) -> None:
         self._control, self._rank = control, rank
-        self._enabled = os.environ.get("DMUON_DEBUG", "") == "1"
+        self._enabled = is_enabled()
         self._issued: list[str] = []
         self._step = 0
 

@@ -10,6 +10,7 @@ import contextlib
 import datetime
 import functools
 import logging
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from ..matrices import MatrixLayout, OwnedSpec, Piece, count_matrices
 from ..ownership import MeshSpec, OwnershipPlan, assign
 from ..seeding import stream_seed
 from ..topology import Topology, UnitLayout
+from . import order_check
 from .clip import CLIPS, clip_gradients
 from .engine import Engine
 from .hooks import Hooks
@@ -41,19 +43,27 @@ from .wires import Control
 
 logger = logging.getLogger(__name__)
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of weights, gathered or given, and of gradient sums
+
 
 @dataclass(frozen=True)
 class RankGrid:
-    """The data-parallel group without process groups: global ranks in order, ``shard_size`` per shard group."""
+    """The data-parallel group without process groups: global ranks, ascending, ``shard_size`` per shard group."""
 
     ranks: tuple[int, ...]
     shard_size: int
     device_type: str
 
+    def __post_init__(self) -> None:
+        if list(self.ranks) != sorted(set(self.ranks)):
+            raise ValueError(f"the ranks of the mesh must ascend, row by row, got {str(self.ranks):.80}")
+
     @staticmethod
     def of(mesh: DeviceMesh | RankGrid) -> RankGrid:
         if isinstance(mesh, RankGrid):
             return mesh
+        if not isinstance(mesh, DeviceMesh):
+            raise ValueError(f"mesh = {mesh!r}: must be a DeviceMesh")
         if mesh.ndim not in (1, 2):
             raise ValueError(f"the mesh must be 1-D [shard] or 2-D [replicate, shard], got {mesh.ndim} dimensions")
         return RankGrid(tuple(mesh.mesh.flatten().tolist()), mesh.shape[-1], mesh.device_type)
@@ -89,14 +99,14 @@ def own_matrices(
     Args:
         model: on meta, or with equal weights on all ranks. Selected parameters leave it: their fp32 values live on
             their owners from here on, and the modules show them in compute dtype inside their unit's forward only.
-        mesh: 1-D [S] or 2-D [R, S] (replicas of shard groups), in rank order; the mesh given to `fully_shard`.
+        mesh: 1-D [S] or 2-D [R, S] (replicas of shard groups), ranks ascending; the mesh given to `fully_shard`.
         select: regular expression over canonical names, predicate (name, parameter), or the specs themselves. 1-D
             parameters it matches are no matrices; they are logged, and left to FSDP2 unless they are riders.
         units: modules whose owned parameters are gathered and reduced together, in forward order: those given to
             `fully_shard`. Parameters in none of them form a unit of the whole model; parameters that several units
             share form units of their own.
         mp_policy: ``param_dtype`` is the dtype of gathered weights (default: the parameters'), ``reduce_dtype`` that of
-            gradient sums (default float32). Inputs are never cast here.
+            gradient sums (default float32): float32, bfloat16 or float16. Inputs are never cast here.
         layouts: name pattern -> layout of fused weights; others are one matrix each.
         stacks: name pattern of 3-D parameters [E, M, N] whose slices are matrices; others are refused.
         riders: regular expression or predicate of small parameters (norm weights, biases) of any shape that travel with
@@ -110,12 +120,24 @@ def own_matrices(
 
     Raises:
         ValueError: bad options, selection or mesh; nothing has changed then.
-        RuntimeError: ranks derived different plans; the message shows what differs.
+        RuntimeError: ranks derived different plans or have different options; the message shows what differs.
     """
+    _check_options(
+        units=units,
+        mp_policy=mp_policy,
+        layouts=layouts,
+        reshard_after_forward=reshard_after_forward,
+        gradient_divide_factor=gradient_divide_factor,
+        cost=cost,
+        publish=publish,
+        prefetch=prefetch,
+        clip=clip,
+        ranks_per_node=ranks_per_node,
+        timeout=timeout,
+    )
     policy = mp_policy or MixedPrecisionPolicy()
     grid = RankGrid.of(mesh)
     topology = _topology(grid, ranks_per_node, routing, holders, ownership)
-    _check_options(publish, prefetch, clip)
     check_transport(topology, transport)
     slots = parameter_slots(model)
     units = list(units)
@@ -125,12 +147,27 @@ def own_matrices(
     chosen = {spec.name: slots[spec.name] for spec in specs}
     _check_unowned(chosen)
     grouped, modules_of = group_units(model, units, chosen)
+    dtypes = _dtypes(grouped, chosen, policy)
     plan = _plan(specs, grouped, topology, balance, cost)
+    reduce_dtype = policy.reduce_dtype or torch.float32
+    divide_factor = float(topology.world if gradient_divide_factor is None else gradient_divide_factor)
+    options = {  # what the plan does not hold
+        "param_dtype": sorted(set(map(str, dtypes))),
+        "reduce_dtype": reduce_dtype,
+        "reshard_after_forward": reshard_after_forward,
+        "gradient_divide_factor": divide_factor,
+        "routing": routing,
+        "holders": holders,
+        "publish": publish,
+        "prefetch": prefetch,
+        "clip": clip,
+        "DMUON_DEBUG": order_check.is_enabled(),
+    }
 
-    rank = grid.ranks.index(dist.get_rank()) if topology.world > 1 else 0
+    rank = _rank_in(grid) if topology.world > 1 else 0
     target = torch.device(device) if device is not None else _device_of(grid)
     mover, control, groups = connect(topology, grid.ranks, rank, target, transport, timeout)
-    _compare_plans(plan, control, rank)
+    _compare_ranks(plan, options, control, rank)
     return OwnedMatrices(
         model,
         plan,
@@ -144,12 +181,13 @@ def own_matrices(
         mover,
         control,
         groups,
-        policy,
+        dtypes,
+        reduce_dtype,
         reshard_after_forward=reshard_after_forward,
         publish_async=publish == "async",
         prefetch=prefetch,
         clip=clip,
-        gradient_divide_factor=float(topology.world if gradient_divide_factor is None else gradient_divide_factor),
+        gradient_divide_factor=divide_factor,
     )
 
 
@@ -170,7 +208,8 @@ class OwnedMatrices:
         transport: Transport,
         control: Control,
         groups: list[dist.ProcessGroup],
-        policy: MixedPrecisionPolicy,
+        dtypes: list[torch.dtype],
+        reduce_dtype: torch.dtype,
         *,
         reshard_after_forward: bool,
         publish_async: bool,
@@ -183,27 +222,18 @@ class OwnedMatrices:
         by_name = {spec.name: spec for spec in specs}
         initial: dict[str, nn.Parameter] = {}
         units: list[Unit] = []
-        for index, (unit_name, names) in enumerate(grouped):
+        for index, ((unit_name, names), dtype) in enumerate(zip(grouped, dtypes, strict=True)):
             params = []
             for name in names:
                 module, attribute = slots[name][0]
                 old = module._parameters[attribute]
                 assert old is not None
                 initial[name] = old
-                dtype = policy.param_dtype or old.dtype
                 params.append(OwnedParameter(by_name[name], slots[name], dtype, old.requires_grad))
             layout = UnitLayout.build(
                 topology, [(p.key, p.numel, self.roots[p.key]) for param in params for p in param.pieces]
             )
-            dtypes = {param.placeholder.dtype for param in params}
-            if len(dtypes) > 1:
-                raise ValueError(
-                    f"{unit_name}: owned parameters of one unit have dtypes {sorted(map(str, dtypes))}; "
-                    "give mp_policy a param_dtype, make them equal, or take no riders of another dtype"
-                )
-            units.append(
-                Unit(index, unit_name, params, layout, rank, device, dtypes.pop(), policy.reduce_dtype or torch.float32)
-            )
+            units.append(Unit(index, unit_name, params, layout, rank, device, dtype, reduce_dtype))
         self.engine = Engine(
             topology,
             rank,
@@ -218,7 +248,6 @@ class OwnedMatrices:
             clip=clip,
             enclosing=[index for index, modules in modules_of.items() if model in modules],
         )
-        self._has_optimizer = False
         self.hooks = Hooks(self.engine, model, modules_of)
         self.engine.is_busy, self.engine.gets_no_gradient = self.hooks.is_busy, self.hooks.gets_no_gradient
         self._params = {param.name: (unit, param) for unit in units for param in unit.params}
@@ -233,7 +262,7 @@ class OwnedMatrices:
                 by_module.setdefault(module, {})[attribute] = param
         for module, owned in by_module.items():
             adapt_leaf(module, owned, self)
-        adapt_root(model, self.engine.drop_gradients)
+        adapt_root(model, units[0].params[0].placeholder, self.engine.drop_gradients)
 
     # ---- what a user asks ----
 
@@ -272,7 +301,7 @@ class OwnedMatrices:
         riders, called with the groups of the riders alone, as in
         ``riders=functools.partial(torch.optim.AdamW, lr=3e-4)``. Their groups follow those of the matrices.
         """
-        if self._has_optimizer:
+        if self.engine.has_optimizer:
             raise ValueError(
                 "build_optimizer was called before: one optimizer updates and publishes all owned parameters. Give it "
                 "several groups (groups=...) instead"
@@ -295,6 +324,11 @@ class OwnedMatrices:
                     group["param_names"].append(name if param.whole else piece.key)
         if unmatched:
             raise ValueError(f"{unmatched[0]}: no optimizer group takes it ({len(unmatched)} such parameters)")
+        if set() in kinds:
+            raise ValueError(
+                f"groups[{kinds.index(set())}] takes no owned parameter: its predicate matches none that earlier "
+                f"groups leave. Names look like: {', '.join(self.names[:4])}"
+            )
         inner = [factory([g for g, kind in zip(matrices, kinds) if kind != {True}], **defaults)]
         if self.riders:
             if riders is None:
@@ -303,7 +337,7 @@ class OwnedMatrices:
                     "build_optimizer(..., riders=functools.partial(torch.optim.AdamW, lr=3e-4))"
                 )
             inner.append(riders([g for g, kind in zip(others, kinds) if True in kind]))
-        self._has_optimizer = True
+        self.engine.has_optimizer = True
         return optimizer_cls(self.engine, inner)
 
     def clip_grad_norm_(self, model: nn.Module, max_norm: float) -> torch.Tensor:
@@ -427,8 +461,17 @@ def _topology(grid: RankGrid, ranks_per_node: int, routing: str, holders: str, o
     if ownership == "replica" and holders == "node":
         raise ValueError('ownership = "replica" with holders = "node" is not supported: use holders = "shard_group"')
     world = len(grid.ranks)
-    per_node = ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    return Topology(world, grid.shard_size, per_node, routing, holders, ownership)
+    local = os.environ.get("LOCAL_WORLD_SIZE", str(world))
+    if not ranks_per_node and (not local.isdecimal() or int(local) == 0):
+        raise ValueError(f"LOCAL_WORLD_SIZE = {local!r} in the environment: must be a positive integer")
+    return Topology(world, grid.shard_size, ranks_per_node or int(local), routing, holders, ownership)
+
+
+def _rank_in(grid: RankGrid) -> int:
+    rank = dist.get_rank()
+    if rank not in grid.ranks:
+        raise ValueError(f"this is rank {rank}, which is not among those of the mesh: {str(grid.ranks):.80}")
+    return grid.ranks.index(rank)
 
 
 def _check_unowned(chosen: Mapping[str, list[tuple[nn.Module, str]]]) -> None:
@@ -440,12 +483,66 @@ def _check_unowned(chosen: Mapping[str, list[tuple[nn.Module, str]]]) -> None:
             raise ValueError(f"{name} is sharded already: call own_matrices before fully_shard")
 
 
-def _check_options(publish: str, prefetch: int, clip: str) -> None:
-    for name, value, choices in (("publish", publish, ("async", "sync")), ("clip", clip, CLIPS)):
-        if value not in choices:
-            raise ValueError(f"{name} = {value!r}: must be one of {', '.join(map(repr, choices))}")
-    if prefetch < 0:
-        raise ValueError(f"prefetch = {prefetch}: must be at least 0")
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+# Choices of the topology, the plan and the transport are checked by these.
+_OPTIONS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "units": (lambda v: isinstance(v, Iterable), "modules of the model"),
+    "mp_policy": (lambda v: v is None or isinstance(v, MixedPrecisionPolicy), "a MixedPrecisionPolicy"),
+    "layouts": (
+        lambda v: v is None or (isinstance(v, Mapping) and all(isinstance(x, MatrixLayout) for x in v.values())),
+        "a mapping of name patterns to MatrixLayout",
+    ),
+    "reshard_after_forward": (lambda v: isinstance(v, bool), "True or False"),
+    "gradient_divide_factor": (
+        lambda v: v is None or (isinstance(v, int | float) and 0 < v < math.inf),
+        "a finite number above 0",
+    ),
+    "cost": (lambda v: v is None or isinstance(v, CostModel), "a CostModel"),
+    "publish": (lambda v: v in ("async", "sync"), "one of 'async', 'sync'"),
+    "prefetch": (_is_count, "an integer, at least 0"),
+    "clip": (lambda v: v in CLIPS, f"one of {', '.join(map(repr, CLIPS))}"),
+    "ranks_per_node": (_is_count, "an integer, at least 0"),
+    "timeout": (lambda v: v is None or isinstance(v, datetime.timedelta), "a datetime.timedelta"),
+}
+
+
+def _check_options(**given: Any) -> None:
+    for name, value in given.items():
+        fits, wanted = _OPTIONS[name]
+        if not fits(value):
+            raise ValueError(f"{name} = {value!r}: must be {wanted}")
+
+
+def _dtypes(
+    grouped: list[tuple[str, list[str]]],
+    chosen: Mapping[str, list[tuple[nn.Module, str]]],
+    policy: MixedPrecisionPolicy,
+) -> list[torch.dtype]:
+    """dtype of the gathered weights of each unit. ValueError for one not in DTYPES, and for several in a unit."""
+    allowed = ", ".join(map(str, DTYPES))
+    for option in ("param_dtype", "reduce_dtype"):
+        dtype = getattr(policy, option)
+        if dtype is not None and dtype not in DTYPES:
+            raise ValueError(f"mp_policy: {option} = {dtype}: must be one of {allowed}")
+    found: list[torch.dtype] = []
+    for unit_name, names in grouped:
+        given = {}
+        for name in names:
+            module, attribute = chosen[name][0]
+            given[name] = module._parameters[attribute].dtype  # type: ignore[union-attr]
+            if given[name] not in DTYPES:
+                raise ValueError(f"{name} is {given[name]}: owned parameters are one of {allowed}")
+        dtypes = {policy.param_dtype} if policy.param_dtype is not None else set(given.values())
+        if len(dtypes) > 1:
+            raise ValueError(
+                f"{unit_name}: owned parameters of one unit have dtypes {sorted(map(str, dtypes))}; "
+                "give mp_policy a param_dtype, make them equal, or take no riders of another dtype"
+            )
+        found += dtypes
+    return found
 
 
 def _device_of(grid: RankGrid) -> torch.device:
@@ -478,12 +575,19 @@ def _plan(
     return plan
 
 
-def _compare_plans(plan: OwnershipPlan, control: Control, rank: int) -> None:
-    """Raise on every rank, showing what differs, unless all ranks derived the same plan (invariant 6)."""
-    digests = control.all_gather(plan.digest)
-    other = next((r for r, d in enumerate(digests) if d != digests[0]), None)
+def _compare_ranks(plan: OwnershipPlan, options: Mapping[str, Any], control: Control, rank: int) -> None:
+    """Raise on every rank, showing what differs, unless all ranks derived the same plan (invariant 6) and have equal
+    options."""
+    every = control.all_gather((plan.digest, options))
+    other = next((r for r, each in enumerate(every) if each != every[0]), None)
     if other is None:
         return
+    (digest, first), (other_digest, second) = every[0], every[other]
+    if digest == other_digest:
+        lines = [f"{name}: {first[name]} against {second[name]}" for name in first if first[name] != second[name]]
+        raise RuntimeError(
+            f"ranks 0 and {other} of the data-parallel group have different options:\n  " + "\n  ".join(lines)
+        )
     plans = control.all_gather(plan.to_json() if rank in (0, other) else None)
     lines = OwnershipPlan.from_json(plans[0]).difference(OwnershipPlan.from_json(plans[other]))
     raise RuntimeError(

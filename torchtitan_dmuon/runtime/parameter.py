@@ -25,11 +25,13 @@ class FreedParameter(nn.Parameter):
 
     dmuon_name: str
 
-    def __deepcopy__(self, memo: Any) -> Any:
+    def refuse_copy(self, _argument: Any) -> Any:
         raise RuntimeError(
-            f"{self.dmuon_name} has one owner, so a model with owned parameters cannot be copied. Copy it before "
-            "own_matrices, or load its state dict (through DCP) into another model"
+            f"{self.dmuon_name} has one owner, so a model with owned parameters cannot be copied or pickled. Copy it "
+            "before own_matrices; save its state dict, or load that into another model (through DCP)"
         )
+
+    __deepcopy__ = __reduce_ex__ = refuse_copy
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:

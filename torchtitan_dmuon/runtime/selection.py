@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from torch import nn
@@ -39,11 +40,12 @@ def select_specs(
     stacks: str | None,
 ) -> list[OwnedSpec]:
     if isinstance(select, Sequence) and not isinstance(select, str):
-        unknown = [s.name for s in select if s.name not in slots]
-        if unknown:
-            raise ValueError(f"{unknown[0]}: the model has no such parameter ({len(unknown)} unknown names)")
-        return list(select)
-    rule = _rule(select)
+        return _checked_specs(slots, select)
+    rule = _rule("select", select)
+    for key in layouts:
+        _compiled("layouts", key)
+    if stacks is not None:
+        _compiled("stacks", stacks)
     specs, left = [], []
     used: set[str] = set()
     for name, places in slots.items():
@@ -85,7 +87,7 @@ def select_riders(
     riders: Select,
 ) -> list[OwnedSpec]:
     """Specs of the parameters that ``riders`` selects and that lie in a unit with a matrix; others stay with FSDP2."""
-    rule = _rule(riders)
+    rule = _rule("riders", riders)
     owned = {spec.name for spec in matrices}
     wanted = {}
     for name, places in slots.items():
@@ -99,11 +101,36 @@ def select_riders(
     return [OwnedSpec(n, tuple(m._parameters[a].shape), rider=True) for n, (m, a) in places_of.items()]  # type: ignore[union-attr]
 
 
-def _rule(select: Select) -> Callable[[str, nn.Parameter], bool]:
+def _checked_specs(slots: Mapping[str, list[tuple[nn.Module, str]]], select: Sequence[OwnedSpec]) -> list[OwnedSpec]:
+    for spec in select:
+        if not isinstance(spec, OwnedSpec):
+            raise ValueError(f"select: {spec!r} is no OwnedSpec; for names give a regular expression")
+    unknown = [s.name for s in select if s.name not in slots]
+    if unknown:
+        raise ValueError(f"{unknown[0]}: the model has no such parameter ({len(unknown)} unknown names)")
+    repeated = [name for name, count in Counter(s.name for s in select).items() if count > 1]
+    if repeated:
+        raise ValueError(f"{repeated[0]}: select has several specs of it ({len(repeated)} such parameters)")
+    for spec in select:
+        module, attribute = slots[spec.name][0]
+        shape = tuple(module._parameters[attribute].shape)  # type: ignore[union-attr]
+        if tuple(spec.shape) != shape:
+            raise ValueError(f"{spec.name}: its spec has shape {tuple(spec.shape)}, the parameter {shape}")
+    return list(select)
+
+
+def _rule(option: str, select: Select) -> Callable[[str, nn.Parameter], bool]:
     if callable(select):
         return select
-    regex = re.compile(select)
+    regex = _compiled(option, select)
     return lambda name, _parameter: bool(regex.search(name))
+
+
+def _compiled(option: str, pattern: str | re.Pattern[str]) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except (TypeError, re.error) as error:
+        raise ValueError(f"{option}: {pattern!r} is no regular expression ({error})") from None
 
 
 def group_units(
