@@ -12,7 +12,8 @@ from tests import titan_runs
 from tests.titan_runs import masters, train
 from torchtitan_dmuon.titan import checks, toml_config
 from torchtitan_dmuon.titan.config import ConfigError
-from torchtitan_dmuon.titan.qk_clip import attention_layers, largest_logits, row_factors
+from torchtitan_dmuon.titan.optimizer import DMuonOptimizersContainer
+from torchtitan_dmuon.titan.qk_clip import QkClip, attention_layers, largest_logits, row_factors
 
 TAU = 0.35
 
@@ -93,6 +94,33 @@ def test_projections_on_two_ranks_are_those_without_it_times_the_factors(folder)
         expected[key] = expected[key] * row_factors(layer, (TAU / logits_N).clamp(max=1))["wqkv"][:, None]
     assert found.keys() == expected.keys()
     assert all(torch.allclose(found[k], v, rtol=1e-5, atol=1e-8) for k, v in expected.items())
+
+
+def test_what_a_bad_step_leaves_behind_scales_nothing(folder):
+    """Logits that are not finite are not taken up, and those of a skipped step are forgotten."""
+    model = checks.meta_model(toml_config.parse(["--config", str(folder / "DMuon.toml")]).config)
+    engine = SimpleNamespace(
+        device="cpu",
+        control=SimpleNamespace(all_reduce=lambda *_: None),
+        finish_reduces=lambda: None,
+        gradients_are_finite=lambda: False,
+    )
+    owned = SimpleNamespace(names=[n for n, _ in model.named_parameters()], engine=engine)
+    clip = QkClip(model, owned, tau=1.0)
+    kernel = next(iter(clip.layers.values())).inner_attention
+    watch = clip._hook(0)
+    q, k = torch.full((1, 2, clip.largest.shape[1], 4), 0.1), torch.ones(1, 2, clip.largest.shape[1], 4)
+    for bad in (math.nan, math.inf):
+        q[0, 0, 0, 0] = bad
+        watch(kernel, (q, k), {})
+    clip.collect()
+    assert clip.factors and all((factor_M == 1).all() for factor_M in clip.factors.values())
+
+    watch(kernel, (torch.full_like(q, 100.0), k), {})
+    assert clip.largest.max() > 1.0
+    container = SimpleNamespace(owned=owned, optimizers=[], _qk_clip=clip, _update_seconds=0.0)
+    DMuonOptimizersContainer.step(container)
+    assert (clip.largest == -math.inf).all()
 
 
 def test_refused_by_name(folder):

@@ -164,8 +164,10 @@ class DMuonOptimizersContainer(OptimizersContainer):
         if owned is not None:
             owned.engine.finish_reduces()
             finite = owned.engine.gradients_are_finite()
-            if finite and self._qk_clip is not None:
+            if self._qk_clip is not None and finite:
                 self._qk_clip.collect()
+            elif self._qk_clip is not None:
+                self._qk_clip.forget()
         for optimizer in self.optimizers:
             if finite or isinstance(optimizer, OwnedOptimizer):  # the owned one skips by itself
                 optimizer.step()

@@ -93,9 +93,14 @@ class QkClip:
             mask = getattr(kwargs.get("attention_masks"), "mask_mod", None)
             logits_N = largest_logits(args[0], args[1], kwargs.get("scale"), mask, kwargs.get("is_causal", True))
             row = self.largest[index, : len(logits_N)]
-            torch.maximum(row, logits_N, out=row)
+            # One that overflowed says nothing about how far to shrink; its gradients are not finite either.
+            torch.maximum(row, logits_N.masked_fill(~logits_N.isfinite(), -math.inf), out=row)
 
         return watch
+
+    def forget(self) -> None:
+        """In place of :meth:`collect` when a step is skipped: what its forwards saw shrinks nothing later."""
+        self.largest.fill_(-math.inf)
 
     def collect(self) -> None:
         """Before the update: the largest logits of all ranks since the last call, as factors. A collective."""
@@ -105,7 +110,7 @@ class QkClip:
         for (name, layer), gamma_N in zip(self.layers.items(), gamma):
             for weight, factor_M in row_factors(layer, gamma_N).items():
                 self.factors[f"{name}.qkv_linear.{weight}.weight"] = factor_M.to(self.largest.device)
-        self.largest.fill_(-math.inf)
+        self.forget()
 
     @torch.no_grad()
     def apply(self, unit: Unit) -> None:
