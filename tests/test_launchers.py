@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -346,25 +350,41 @@ def test_pages_name_files_that_exist(page):
 
 
 def test_forked_ranks_end_together_and_say_whose_fault_it_was(tmp_path):
-    """`torchtitan_dmuon.local`: a bad flag is code 2 and rank 0's message; a rank that dies ends the others."""
+    """`torchtitan_dmuon.local`: a rank that dies ends the others and is named, and so does a signal, however early."""
 
     def run(arguments):
         rank = int(os.environ["RANK"])
         if arguments == ["dies"] and rank == 2:
             os.write(1, b"rank two speaks\n")
             os._exit(7)
-        if arguments == ["dies"]:
+        if arguments == ["is killed"] and rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if arguments != ["ends"]:
             time.sleep(60)
         assert os.environ["WORLD_SIZE"] == os.environ["LOCAL_WORLD_SIZE"] == "3"
         return 0
 
     def launch(rank, world):
-        found = []
-        for arguments in (["ends"], ["dies"]):
-            folder = tmp_path / arguments[0]
-            folder.mkdir()
-            found.append(local._wait(local._fork(3, arguments, folder, run)))
-        return found
+        tempfile.tempdir = str(tmp_path)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
+        fork, said = local._fork, io.StringIO()
 
-    assert run_ranks(launch, 1, init=False, limit=50) == [[(0, -1), (7, 2)]]  # a process of its own: it sets signals
-    assert (tmp_path / "dies" / "2.log").read_text() == "rank two speaks\n"
+        def signalled(*arguments):  # as early as it can come: the folder exists, no rank does
+            os.kill(os.getpid(), signal.SIGHUP)
+            return fork(*arguments)
+
+        local._fork = signalled
+        with pytest.raises(SystemExit) as ended:
+            local._launch(3, ["is ended"], run)
+        local._fork = fork
+        with contextlib.redirect_stderr(said):
+            codes = [local._launch(3, [what], run) for what in ("ends", "dies", "is killed")]
+        return [ended.value.code, *codes], said.getvalue().splitlines()
+
+    ((codes, said),) = run_ranks(launch, 1, init=False, limit=50)  # a process of its own: it sets signals
+    assert codes == [128 + signal.SIGHUP, 0, 7, 128 + signal.SIGKILL] and os.listdir(tmp_path) == []
+    assert said == [
+        "rank 2 ended with code 7; the end of its log:",
+        "rank two speaks",
+        "rank 0 was ended by SIGKILL; its log is above",
+    ]

@@ -5,7 +5,7 @@ the quickstart). Each rank sees the environment that torchrun would give it and 
 arguments. Not for CUDA, whose processes do not survive a fork, nor for several nodes: use torchrun there.
 
 Rank 0 writes to the terminal; the others to files, whose end is shown if a rank fails. When one rank ends badly, or on
-a signal, the rest are ended.
+a signal, the rest are ended. Keeps: no signal that can be handled leaves a rank or the folder of those files behind.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 _GRACE_SECONDS = 10.0
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,18 +48,40 @@ def main(argv: Sequence[str] | None = None) -> int:
     import torchtitan_dmuon.titan.optimizer  # noqa: F401
     from torchtitan_dmuon import train
 
-    with tempfile.TemporaryDirectory(prefix="dmuon-ranks-") as logs:
-        pids = _fork(world, arguments, Path(logs), train.main)
-        code, culprit = _wait(pids)
-        if code and culprit > 0:
+    return _launch(world, arguments, train.main)
+
+
+def _launch(world: int, arguments: list[str], run: Callable[[list[str]], int]) -> int:
+    """``run(arguments)`` on every rank. Returns the first bad exit code, after saying whose it was."""
+    received: list[int] = []  # signals are only noted here, so that none comes between a rank's start and its end
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+
+    def restore() -> None:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+    def run_rank(arguments: list[str]) -> int:
+        restore()
+        return 128 + received[0] if received else run(arguments)
+
+    for number, handler in handlers.items():
+        if handler is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, lambda number, _frame: received.append(number))
+    with contextlib.ExitStack() as stack:
+        stack.callback(restore)
+        logs = stack.enter_context(tempfile.TemporaryDirectory(prefix="dmuon-ranks-"))
+        code, culprit = _wait(_fork(world, arguments, Path(logs), run_rank), received)
+        names = {s.value: s.name for s in signal.Signals}
+        how = f"was ended by {names[code - 128]}" if code - 128 in names else f"ended with code {code}"
+        if code and culprit:
             lines = Path(logs, f"{culprit}.log").read_text(errors="replace").splitlines()
-            names = {s.value: s.name for s in signal.Signals}
-            how = f"was ended by {names[code - 128]}" if code - 128 in names else f"ended with code {code}"
             print(f"rank {culprit} {how}; the end of its log:", *lines[-20:], sep="\n", file=sys.stderr)
+        elif code not in (0, 2):  # 2: it has said why in one line
+            print(f"rank 0 {how}; its log is above", file=sys.stderr)
     return code
 
 
-def _fork(world: int, arguments: list[str], logs: Path, run) -> list[int]:
+def _fork(world: int, arguments: list[str], logs: Path, run: Callable[[list[str]], int]) -> list[int]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -95,15 +118,10 @@ def _fork(world: int, arguments: list[str], logs: Path, run) -> list[int]:
     return pids
 
 
-def _wait(pids: list[int]) -> tuple[int, int]:
-    """(exit code, rank) of the first rank that ended badly, after ending the rest; (0, -1) if none did."""
+def _wait(pids: list[int], received: list[int]) -> tuple[int, int]:
+    """(exit code, rank) of the first rank that ended badly, after ending the rest; (0, -1) if none did. SystemExit with
+    the first signal that is ``received`` meanwhile."""
     live = dict(enumerate(pids))
-
-    def stop(number: int, _frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, stop)
     failed = (0, -1)
     try:
         while live and not failed[0]:
@@ -114,6 +132,8 @@ def _wait(pids: list[int]) -> tuple[int, int]:
                     code = os.waitstatus_to_exitcode(status)
                     if code and not failed[0]:
                         failed = (code if code > 0 else 128 - code, rank)
+            if received:
+                raise SystemExit(128 + received[0])
             time.sleep(0.05)
     finally:
         deadline = time.monotonic() + _GRACE_SECONDS
