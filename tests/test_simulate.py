@@ -246,8 +246,24 @@ def test_a_cluster_that_cannot_be_used(tmp_path) -> None:
     with pytest.raises(command.ClusterError, match="known are a100"):
         command.read_cluster("h101")
     bad = tmp_path / "bad.toml"
-    bad.write_text((command.CLUSTERS / "h100.toml").read_text().replace("450e9", '"fast"'))
-    with pytest.raises(command.ClusterError, match=r"\[inside\] bytes_per_second must be a positive number"):
+    good = (command.CLUSTERS / "h100.toml").read_text()
+    for old, new, message in (
+        ("450e9", '"fast"', r"\[inside\] bytes_per_second must be a positive number"),
+        ("400e9", "nan", r"\[between\] bits_per_second must be a positive number"),
+        ("= 0.90", "= 1.1", r"\[between\] efficiency must be a positive number of at most 1, got 1.1"),
+        ("shared = false", "shard = false", r"unknown key \[between\] shard; known are bits_per_second"),
+        ("shared = false", "shared = 3", r"\[between\] shared must be true or false, got 3"),
+        ("ranks_per_node = 8", "ranks_per_node = 2.5", "ranks_per_node must be an integer, got 2.5"),
+        ("ranks_per_node = 8", "ranks_per_nod = 8", "unknown key ranks_per_nod"),
+        ("[inside]", "[outside]", "unknown key outside"),
+    ):
+        assert old in good
+        bad.write_text(good.replace(old, new))
+        with pytest.raises(command.ClusterError, match=message) as info:
+            command.read_cluster(str(bad))
+        assert str(info.value).startswith(f"{bad}: ")
+    bad.write_bytes(b"\xff\xfe\0")
+    with pytest.raises(command.ClusterError, match="bad.toml: "):
         command.read_cluster(str(bad))
 
 

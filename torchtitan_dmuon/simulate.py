@@ -62,12 +62,36 @@ LEGEND = {
 }
 
 
+# Table of a cluster file -> its keys; those of "" stand above the first table.
+_CLUSTER_KEYS = {
+    "": ("ranks_per_node", "device", "inside", "between"),
+    "device": (
+        "peak_flops",
+        "training_efficiency",
+        "update_efficiency",
+        "memory_bytes_per_second",
+        "memory_efficiency",
+        "memory_bytes",
+    ),
+    "inside": ("bytes_per_second", "efficiency", "latency_seconds"),
+    "between": (
+        "bits_per_second",
+        "efficiency",
+        "latency_seconds",
+        "shared",
+        "blocking_all_reduce",
+        "burst_bytes",
+    ),
+}
+
+
 class ClusterError(ValueError):
     """A cluster file that cannot be used."""
 
 
 def read_cluster(name: str) -> Cluster:
-    """The cluster of a file, or of a name among those that come with the package. Raises ClusterError."""
+    """The cluster of a file, or of a name among those that come with the package. Raises ClusterError, which names the
+    file and the key."""
     import tomli
 
     path = Path(name)
@@ -77,22 +101,38 @@ def read_cluster(name: str) -> Cluster:
             known = ", ".join(sorted(p.stem for p in CLUSTERS.glob("*.toml")))
             raise ClusterError(f"--cluster {name}: no such cluster; known are {known}, or give a .toml file")
     try:
-        data = tomli.loads(path.read_text())
-    except (OSError, tomli.TOMLDecodeError) as error:
+        data = tomli.loads(path.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError) as error:  # also what is no text
         raise ClusterError(f"{path}: {error}") from None
+    tables = {"": data, **{table: data.get(table, {}) for table in _CLUSTER_KEYS if table}}
+    for table, keys in _CLUSTER_KEYS.items():
+        if not isinstance(tables[table], dict):
+            raise ClusterError(f"{path}: {table} must be a table, got {tables[table]!r}")
+        for key in tables[table]:
+            if key not in keys:
+                raise ClusterError(f"{path}: unknown key {_place(table, key)}; known are {', '.join(keys)}")
 
     def number(table: str, key: str) -> float:
-        value = data.get(table, {}).get(key) if table else data.get(key)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-            raise ClusterError(
-                f"{path}: {f'[{table}] ' if table else ''}{key} must be a positive number, got {value!r}"
-            )
+        value = tables[table].get(key)
+        limit = 1 if key.endswith("efficiency") else sys.float_info.max
+        if type(value) not in (int, float) or not 0 < value <= limit:
+            kind = "number of at most 1" if limit == 1 else "number"
+            raise ClusterError(f"{path}: {_place(table, key)} must be a positive {kind}, got {value!r}")
         return float(value)
 
-    peak, between = number("device", "peak_flops"), data.get("between", {})
+    def switch(key: str) -> bool:
+        value = tables["between"].get(key, False)
+        if not isinstance(value, bool):
+            raise ClusterError(f"{path}: {_place('between', key)} must be true or false, got {value!r}")
+        return value
+
+    ranks = number("", "ranks_per_node")
+    if ranks != int(ranks):
+        raise ClusterError(f"{path}: ranks_per_node must be an integer, got {ranks!r}")
+    peak = number("device", "peak_flops")
     return Cluster(
         name=path.stem,
-        ranks_per_node=int(number("", "ranks_per_node")),
+        ranks_per_node=int(ranks),
         training_flops=peak * number("device", "training_efficiency"),
         update_flops=peak * number("device", "update_efficiency"),
         memory_rate=number("device", "memory_bytes_per_second") * number("device", "memory_efficiency"),
@@ -101,10 +141,14 @@ def read_cluster(name: str) -> Cluster:
         near_latency=number("inside", "latency_seconds"),
         far_rate=number("between", "bits_per_second") / 8 * number("between", "efficiency"),
         far_latency=number("between", "latency_seconds"),
-        far_shared=bool(between.get("shared", False)),
-        blocking_all_reduce=bool(between.get("blocking_all_reduce", False)),
-        far_burst_bytes=number("between", "burst_bytes") if "burst_bytes" in between else 0.0,
+        far_shared=switch("shared"),
+        blocking_all_reduce=switch("blocking_all_reduce"),
+        far_burst_bytes=number("between", "burst_bytes") if "burst_bytes" in tables["between"] else 0.0,
     )
+
+
+def _place(table: str, key: str) -> str:
+    return f"[{table}] {key}" if table else key
 
 
 # ---- from a plan to figures ----
