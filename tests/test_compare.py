@@ -158,6 +158,13 @@ def test_all_ranks_saved_is_one_run(tmp_path):
     assert c.compare([tmp_path / "run"], skip=3)[0][0].step_seconds == pytest.approx(0.5)
 
 
+def test_another_number_of_steps_is_told_beside_the_ratio(tmp_path):
+    dirs = [write_run(tmp_path / "long", 0.5), write_run(tmp_path / "short", 0.5, steps=range(1, 11))]
+    runs, notes = c.compare(dirs, skip=3)
+    assert runs[1].ratio == pytest.approx(1.0)
+    assert notes == ["short ran 10 steps, long 12: their losses are of those"]
+
+
 def test_names_tell_folders_apart(tmp_path):
     dirs = [tmp_path / "a" / "dmuon", tmp_path / "b" / "dmuon"]
     assert c._names(dirs) == ["a/dmuon", "b/dmuon"]
@@ -184,9 +191,15 @@ def broken(name: str, root: Path) -> list[str]:
         with SummaryWriter(str(root / "run")) as writer:
             writer.add_scalar("train/loss", 1.0, 1)
         return [str(root / "run")]
-    assert name == "broken configuration"
     run = write_run(root / "run", 0.5)
-    (run / "config.toml").write_text("[job\n")
+    if name.startswith("picture"):
+        return [str(run), "--plot", str(root / {"picture of no kind": "x.nope", "picture on a folder": "run"}[name])]
+    texts = {
+        "broken configuration": "[job\n",
+        "configuration of values": "training = 3\n",
+        "configuration of words": '[parallelism]\ndata_parallel_shard_degree = "x"\n',
+    }
+    (run / "config.toml").write_text(texts[name])
     return [str(run)]
 
 
@@ -200,6 +213,10 @@ def broken(name: str, root: Path) -> list[str]:
         ("negative", "--skip -1"),
         ("other scalars", "no scalar 'loss_metrics/global_avg_loss'"),
         ("broken configuration", "config.toml"),
+        ("configuration of values", "config.toml: job, training and parallelism must be tables, found 3"),
+        ("configuration of words", "config.toml: data_parallel_shard_degree must be an integer, found 'x'"),
+        ("picture of no kind", "x.nope: expected a file that ends in one of "),
+        ("picture on a folder", "run: expected a file that ends in one of "),
     ],
 )
 def test_errors_are_one_line_and_exit_2(tmp_path, capsys, name, words):

@@ -1,7 +1,7 @@
 """The `dmuon` command: one name per tool, each in its own module.
 
-Decides only which module a sub-command runs. A tool is imported when it is called, so that `dmuon compare` needs no
-TorchTitan and a tool that this version lacks is refused by name.
+Decides only which module a sub-command runs, and what `--plot` takes in each. A tool is imported when it is called, so
+that `dmuon compare` needs no TorchTitan and a tool that this version lacks is refused by name.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 # name -> (module with main(argv, prog) -> exit code, one line of help)
 COMMANDS = {
@@ -38,6 +39,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"dmuon: {args.command!r} is not built yet in this version", file=sys.stderr)
         return 2
     return importlib.import_module(module).main(args.arguments, prog=f"dmuon {args.command}")
+
+
+def check_picture(path: Path | None) -> None:
+    """Before any work: ValueError unless a picture can be written to ``path``, or none is asked for."""
+    if path is None:
+        return
+    from matplotlib.figure import Figure
+
+    formats = Figure().canvas.get_supported_filetypes()
+    if path.suffix.lower().removeprefix(".") not in formats or path.is_dir():
+        raise ValueError(f"--plot {path}: expected a file that ends in one of .{', .'.join(sorted(formats))}")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torchtitan_dmuon.cli import check_picture
+
 # Scalar names of torchtitan 0.3.0 (components/metrics.py); tokens per second are per rank.
 LOSS = "loss_metrics/global_avg_loss"
 TOKENS_PER_SECOND = "throughput(tps)"
@@ -120,14 +122,24 @@ def read_workload(run_dir: Path) -> dict[str, Any]:
     import tomli
 
     try:
-        saved = tomli.loads(path.read_text(encoding="utf-8"))
-    except tomli.TOMLDecodeError as error:
+        saved = tomli.loads(path.read_text(encoding="utf-8-sig"))
+    except ValueError as error:  # no TOML, or no text
         raise CompareError(f"{path}: {error}") from None
     job, training, mesh = (saved.get(table, {}) for table in ("job", "training", "parallelism"))
-    degrees = [mesh.get(f"data_parallel_{axis}_degree", default) for axis, default in (("replicate", 1), ("shard", -1))]
-    degrees.append(mesh.get("context_parallel_degree", 1))
+    for table in (job, training, mesh):
+        if not isinstance(table, dict):
+            raise CompareError(f"{path}: job, training and parallelism must be tables, found {table!r}")
+
+    def integer(table: dict[str, Any], key: str, default: int | None) -> Any:
+        value = table.get(key, default)
+        if value is not default and type(value) is not int:
+            raise CompareError(f"{path}: {key} must be an integer, found {value!r}")
+        return value
+
+    defaults = {"data_parallel_replicate_degree": 1, "data_parallel_shard_degree": -1, "context_parallel_degree": 1}
+    degrees = [integer(mesh, key, default) for key, default in defaults.items()]
     ranks = math.prod(degrees) if min(degrees) > 0 else None
-    batch, local = training.get("global_batch_size", -1), training.get("local_batch_size")
+    batch, local = integer(training, "global_batch_size", -1), integer(training, "local_batch_size", None)
     if batch <= 0:
         loaders = None if ranks is None else ranks // degrees[2]  # ranks of one context-parallel group share a batch
         batch = f"{local} per rank" if loaders is None or local is None else local * loaders
@@ -173,9 +185,10 @@ def read_run(run_dir: Path, skip: int, name: str | None = None) -> Run:
 
 
 def compare(run_dirs: Sequence[Path], skip: int) -> tuple[list[Run], list[str]]:
-    """The runs in the order given, and the reasons (one line each) why some have no ratio to the first one."""
+    """The runs in the order given, and notes of one line each: why some have no ratio to the first one, and which ran
+    another number of steps."""
     runs = [read_run(d, skip, name) for d, name in zip(run_dirs, _names(run_dirs), strict=True)]
-    reasons = []
+    notes = []
     first = runs[0]
     for run in runs:
         unlike = [
@@ -185,12 +198,14 @@ def compare(run_dirs: Sequence[Path], skip: int) -> tuple[list[Run], list[str]]:
         ]
         if not first.workload or not run.workload:
             bare = first if not first.workload else run
-            reasons.append(f"no ratio for {run.name}: {bare.name} has no config.toml that says what it computed")
+            notes.append(f"no ratio for {run.name}: {bare.name} has no config.toml that says what it computed")
         elif unlike:
-            reasons.append(f"no ratio for {run.name}: {', '.join(unlike)} (as in {first.name})")
+            notes.append(f"no ratio for {run.name}: {', '.join(unlike)} (as in {first.name})")
         else:
             run.ratio = run.tokens_per_second / first.tokens_per_second
-    return runs, reasons
+            if run.steps != first.steps:
+                notes.append(f"{run.name} ran {run.steps} steps, {first.name} {first.steps}: their losses are of those")
+    return runs, notes
 
 
 def _names(run_dirs: Sequence[Path]) -> list[str]:
@@ -203,7 +218,7 @@ def _names(run_dirs: Sequence[Path]) -> list[str]:
     return [str(d) for d in run_dirs]  # the same folder given twice
 
 
-def print_table(runs: Sequence[Run], reasons: Sequence[str], skip: int) -> None:
+def print_table(runs: Sequence[Run], notes: Sequence[str], skip: int) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -234,8 +249,8 @@ def print_table(runs: Sequence[Run], reasons: Sequence[str], skip: int) -> None:
     # A table that goes to a file or a pipe keeps every column; a terminal's own width is left alone.
     console = Console() if sys.stdout.isatty() else Console(width=160)
     console.print(table)
-    for reason in reasons:
-        print(reason)
+    for note in notes:
+        print(note)
 
 
 def plot(runs: Sequence[Run], skip: int, path: Path) -> None:
@@ -302,15 +317,16 @@ def main(argv: Sequence[str] | None = None, prog: str = "dmuon compare") -> int:
     try:
         if args.skip < 0:
             raise CompareError(f"--skip {args.skip}: expected 0 or more steps")
-        runs, reasons = compare(args.runs, args.skip)
-        print_table(runs, reasons, args.skip)
+        check_picture(args.plot)
+        runs, notes = compare(args.runs, args.skip)
+        print_table(runs, notes, args.skip)
         if args.json is not None:
             args.json.parent.mkdir(parents=True, exist_ok=True)
             args.json.write_text(json.dumps({"runs": [run.as_json() for run in runs]}, indent=2) + "\n")
         if args.plot is not None:
             plot(runs, args.skip, args.plot)
             print(f"picture: {args.plot}")
-    except (CompareError, OSError) as error:
+    except (ValueError, OSError) as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return 2
     return 0

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from torchtitan_dmuon.cli import check_picture
 from torchtitan_dmuon.footprint import PHASES, Footprint, Options, footprint, lay_out
 from torchtitan_dmuon.packing import packing_bound
 from torchtitan_dmuon.topology import Topology
@@ -389,6 +390,7 @@ def run_with_config(prog: str, args: argparse.Namespace, flags: Sequence[str], b
 
     run = None
     try:
+        check_picture(args.plot)
         module = ["--module", args.module] if args.module else []
         run = toml_config.parse([*module, "--config", args.config, *flags])
         body(run.config)
