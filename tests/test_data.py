@@ -95,6 +95,14 @@ def test_an_interrupted_preparation_is_made_anew(sources, tmp_path):
     assert len(data.load_documents(str(tmp_path))) == len(data.documents(sources))
 
 
+def test_a_marker_that_says_nothing_is_no_preparation(sources, tmp_path):
+    for text in ("{}", "{", "[]"):
+        (tmp_path / "prepared.json").write_text(text)
+        with pytest.raises(ValueError, match="prepare-data"):
+            data.load_documents(str(tmp_path))
+    assert data.prepare(tmp_path, root=sources, vocab_size=300)["requested_vocab_size"] == 300
+
+
 def test_three_processes_at_once_make_one_folder(sources, tmp_path, monkeypatch):
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")  # its threads do not survive a fork
     import datasets  # noqa: F401  (once, not in every process)

@@ -3,8 +3,8 @@
 Decides what the documents are, their order, which are held out, and the 2,048-token BPE tokenizer trained on them; all
 is made once and kept in one folder that serves as `hf_assets_path` and as `dataset_path` of both data sets. Does not
 decide how documents become batches: that is TorchTitan's own text data loader, which learns the data sets' names from
-`prepare_for`, called by the entry points and never by an import. Keeps: a folder whose `prepared.json` exists is
-complete and is never written again, so any number of runs and ranks may prepare and read it at once.
+`prepare_for`, called by the entry points and never by an import. Keeps: a folder with a whole
+`prepared.json` is complete and is never written again, so any number of runs and ranks may prepare and read it at once.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ _DOCUMENT_CHARS = 1500  # about four sequences of 128 tokens: a short run still 
 _MAX_BYTES = 20_000_000
 _SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 _MARKER = "prepared.json"
+_MARKER_KEYS = {"python", "documents", "characters", "vocab_size", "requested_vocab_size"}
 
 
 def source_files(root: Path) -> list[Path]:
@@ -110,21 +111,30 @@ def prepare(out: str | os.PathLike[str], *, root: Path | None = None, vocab_size
     when `root` (default: the standard library) has no sources, or `out` was prepared for another vocabulary size.
     """
     folder = Path(out)
-    marker = folder / _MARKER
-    if not marker.exists():
+    if _made(folder) is None:
         from filelock import FileLock
 
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(str(folder / ".lock")):
-            if not marker.exists():  # another process may have finished while this one waited
+            if _made(folder) is None:  # another process may have finished while this one waited
                 _make(folder, root or Path(sysconfig.get_paths()["stdlib"]), vocab_size)
-    made = json.loads(marker.read_text(encoding="utf-8"))
+    made = _made(folder)
+    assert made is not None
     if made["requested_vocab_size"] != vocab_size:
         raise ValueError(
             f"{folder} was prepared with a vocabulary of {made['requested_vocab_size']} tokens, but {vocab_size} are "
             "asked for: choose another folder"
         )
     return made
+
+
+def _made(folder: Path) -> dict[str, Any] | None:
+    """What `prepare` left in the folder; None where it did not get to the end, or something else wrote there."""
+    try:
+        made = json.loads((folder / _MARKER).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return made if isinstance(made, dict) and made.keys() >= _MARKER_KEYS else None
 
 
 def _make(folder: Path, root: Path, vocab_size: int) -> None:
@@ -151,7 +161,7 @@ def _make(folder: Path, root: Path, vocab_size: int) -> None:
 
 def load_documents(path: str) -> Any:
     """The prepared documents as a map-style `datasets.Dataset`. Raises ValueError when `path` is not prepared."""
-    if not Path(path, _MARKER).exists():
+    if _made(Path(path)) is None:
         raise ValueError(
             f"dataloader.dataset_path = {path!r} holds no prepared documents (no {_MARKER}): "
             f"run `dmuon prepare-data --out {path}` first"
