@@ -330,6 +330,49 @@ REFUSED = {
         GROUPS.replace("[0.9, 0.95]", "[0.9]"),
         "run.toml:13: in [optimizer.param_groups.1.optimizer_kwargs]: betas = (0.9,): expected an array of 2 numbers",
     ),
+    "one row of coefficients that are not numbers": (
+        GROUPS.replace("momentum = 0.95", "ns_coefficients = [1.5, true, 0.0]"),
+        "run.toml:8: in [optimizer.param_groups.0.optimizer_kwargs]: DMuon: Newton-Schulz coefficients must be one of",
+    ),
+    "coefficients that are not finite": (
+        GROUPS.replace("momentum = 0.95", "ns_coefficients = [nan, 1.0, 1.0]"),
+        "run.toml:8: in [optimizer.param_groups.0.optimizer_kwargs]: ns_coefficients = (nan, 1.0, 1.0): expected a fin",
+    ),
+    "a learning rate that is not finite": (
+        GROUPS.replace("lr = 3e-4, betas", "lr = inf, betas"),
+        "run.toml:13: in [optimizer.param_groups.1.optimizer_kwargs]: lr = inf: expected a finite number",
+    ),
+    "a learning-rate function of one number": (
+        GROUPS.replace('"match_rms_adamw"', '"math:sqrt"'),
+        "run.toml:8: in [optimizer.param_groups.0.optimizer_kwargs]: DMuon: adjust_lr_fn 'math:sqrt' failed for",
+    ),
+    "DMuon's argument under DistMuon": (
+        GROUPS.replace('"DMuon"', '"DistMuon"').replace("momentum =", 'momentum_form = "ema", momentum ='),
+        "run.toml:8: in [optimizer.param_groups.0.optimizer_kwargs]: DistMuon has no argument 'momentum_form'. Did",
+    ),
+    "no group": (
+        "[optimizer]\nparam_groups = []\n",
+        "run.toml:5: in [optimizer]: param_groups = []: expected at",
+    ),
+    "clipping by no number": (
+        "[training]\nmax_norm = nan\n",
+        "run.toml:5: in [training]: max_norm = nan: expected a",
+    ),
+    "clipping below zero": (
+        "[training]\nmax_norm = -1\n",
+        "run.toml:5: in [training]: max_norm = -1.0: expected a",
+    ),
+    "no step": ("[training]\nsteps = 0\n", "run.toml:5: in [training]: steps = 0: expected at least 1"),
+    "no sequence": ("[training]\nseq_len = -5\n", "run.toml:5: in [training]: seq_len = -5: expected at least 1"),
+    "no batch": ("[training]\nlocal_batch_size = 0\n", "run.toml:5: in [training]: local_batch_size = 0: expected at"),
+    "no global batch": (
+        "[training]\nglobal_batch_size = -7\n",
+        "run.toml:5: in [training]: global_batch_size = -7: e",
+    ),
+    "no time to begin": ("[comm]\ninit_timeout_seconds = 0\n", "run.toml:5: in [comm]: init_timeout_seconds = 0: expe"),
+    "no time to train": ("[comm]\ntrain_timeout_seconds = -1\n", "run.toml:5: in [comm]: train_timeout_seconds = -1:"),
+    "QK-clip at infinity": ("[dmuon]\nqk_clip = inf\n", "run.toml:5: in [dmuon]: qk_clip = inf: must be a finite"),
+    "QK-clip at no number": ("[dmuon]\nqk_clip = nan\n", "run.toml:5: in [dmuon]: qk_clip = nan: must be a finite"),
     "tensor parallelism": (
         GROUPS + "[parallelism]\ntensor_parallel_degree = 2\n",
         "run.toml:15: in [parallelism]: tensor_parallel_degree = 2: DMuon does not support tensor parallelism yet",
@@ -368,6 +411,48 @@ def test_refused_in_one_line_that_says_where(write, case):
     message = _error(file)
     assert message.startswith(expected)
     assert "\n" not in message
+
+
+# What torch annotates as a number and gives an integer for a default, and an argument that is an integer.
+NUMBERS = {
+    "Adam": {"weight_decay": 0.1},
+    "SGD": {"momentum": 0.9, "dampening": 0.1, "weight_decay": 0.1},
+    "RMSprop": {"momentum": 0.9, "weight_decay": 0.1},
+    "Adagrad": {"lr_decay": 0.1, "initial_accumulator_value": 0.1},
+    "ASGD": {"weight_decay": 0.1, "t0": 10},
+    "Rprop": {"step_sizes": [1e-6, 25.5]},
+    "Adafactor": {"eps": (None, 1e-3)},
+    "LBFGS": {"lr": 0.5, "history_size": 10},
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_arguments_of_torchs_optimizers(name):
+    checks.check_optimizer_kwargs(f"Owned:torch.optim.{name}", NUMBERS[name], "x")
+    with pytest.raises(ConfigError, match="lr = 'x': expected a number"):
+        checks.check_optimizer_kwargs(f"Owned:torch.optim.{name}", {"lr": "x"}, "x")
+
+
+def test_an_annotated_integer_is_one():
+    with pytest.raises(ConfigError, match=r"history_size = 1\.5: expected an integer"):
+        checks.check_optimizer_kwargs("Owned:torch.optim.LBFGS", {"history_size": 1.5}, "x")
+
+
+def test_dist_muons_own_arguments_pass():
+    checks.check_optimizer_kwargs("DistMuon", {"lr": 1e-3, "foreach": False, "adjust_lr_fn": "match_rms_adamw"}, "x")
+
+
+def test_a_dmuon_table_that_no_group_follows_is_told_once_it_says_something(write):
+    plain = toml_config.load(write("[dmuon]\nclip = 'per_matrix'\n")).config
+    assert "no effect" in checks.without_effect(plain)
+    assert not checks.without_effect(toml_config.load(write("[dmuon]\nclip = 'per_matrix'\n" + GROUPS)).config)
+    assert not checks.without_effect(toml_config.load(write("")).config)
+
+
+def test_a_byte_order_mark_is_no_text(write, tmp_path):
+    file = write("[training]\nsteps = 7\n")
+    (tmp_path / file).write_bytes(b"\xef\xbb\xbf" + (tmp_path / file).read_bytes())
+    assert toml_config.load(file).config.training.steps == 7
 
 
 @pytest.mark.parametrize(
@@ -469,6 +554,34 @@ def test_flags_that_tyro_refuses_end_with_code_2_and_one_line(write, capsys, one
         assert _error(write(""), *f"--dmuon.{flags}".split()) == f"command line: {message}"
     assert train.main(["--config", write(""), "--dmuon.prefetch", "-1"]) == 2
     assert capsys.readouterr().err == f"error: command line: {cases['prefetch -1']}\n"
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"RANK": "9", "WORLD_SIZE": "4"}, "RANK = 9, WORLD_SIZE = 4 in the environment: expected a rank below"),
+        ({"RANK": "x"}, "RANK = 'x' in the environment"),
+        ({"WORLD_SIZE": ""}, "WORLD_SIZE = '' in the environment: expected a number of at least 1"),
+        ({"WORLD_SIZE": "x"}, "WORLD_SIZE = 'x' in the environment"),
+        ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE = '0' in the environment: expected a number of at least 1"),
+        ({"LOCAL_WORLD_SIZE": "x"}, "LOCAL_WORLD_SIZE = 'x' in the environment"),
+    ],
+)
+def test_an_environment_that_is_no_launchers(changes, expected, one_rank, monkeypatch, capsys):
+    for name, value in changes.items():
+        monkeypatch.setenv(name, value)
+    assert train.main(["--config", "none.toml"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {expected}") and said.count("\n") == 1
+
+
+def test_another_number_of_ranks_is_told_what_it_can_resume():
+    from torchtitan_dmuon.titan.trainer import _resharding_told
+
+    with pytest.raises(ConfigError, match=r'exclude_from_loading = \["dataloader"\]'), _resharding_told():
+        raise AssertionError("dp_degree is inconsistent ..., dataloader resharding is not supported yet.")
+    with pytest.raises(AssertionError, match="^another$"), _resharding_told():
+        raise AssertionError("another")
 
 
 def test_torchrun_is_left_the_message_for_its_report(monkeypatch, tmp_path, one_rank):
@@ -646,6 +759,19 @@ def test_the_saved_file_gives_the_same_config(write, tmp_path, tables):
             assert type(getattr(again.config, field.name)) is type(getattr(run.config, field.name)), field.name
     assert left_out == []
     assert toml_config.document(again) == (document, left_out)
+
+
+def test_two_runs_may_save_in_one_folder(tmp_path, monkeypatch):
+    rename = os.replace
+
+    def meanwhile(source, target):  # another run saves between this one's writing and its renaming
+        monkeypatch.setattr(os, "replace", rename)
+        toml_config.save({"steps": 2}, [], str(tmp_path))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "replace", meanwhile)
+    path = toml_config.save({"steps": 1}, [], str(tmp_path))
+    assert tomli.loads(pathlib.Path(path).read_text()) == {"steps": 1} and os.listdir(tmp_path) == ["config.toml"]
 
 
 def test_flags_are_in_the_saved_file(write, tmp_path):

@@ -27,9 +27,13 @@ def lr_factor(adjust_lr_fn: str | LrFactor | None, m: int, n: int) -> float:
     """Factor for a matrix of m rows and n columns; None is "original", as in torch.optim.Muon.
 
     A function is a callable (rows, columns) -> factor or its import path "package.module:function". Raises ValueError
-    for an unknown rule and for a factor that is no positive number.
+    for an unknown rule, for a function that raises, and for a factor that is no positive number.
     """
-    factor = factor_rule(adjust_lr_fn)(m, n)
+    rule = factor_rule(adjust_lr_fn)
+    try:
+        factor = rule(m, n)
+    except Exception as error:
+        raise ValueError(f"adjust_lr_fn {adjust_lr_fn!r} failed for a matrix of {m} x {n}: {error}") from error
     if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor < math.inf:
         raise ValueError(f"adjust_lr_fn gave {factor!r} for a matrix of {m} x {n}, expected a positive number")
     return factor

@@ -347,7 +347,9 @@ def _checked_forms(given: Mapping[str, str] | Sequence[tuple[str, str]]) -> Form
 def _checked_table(given: Sequence) -> Coefficients:
     """A user's table as tuples. Raises ValueError unless it is rows of three numbers that converge."""
     rows = [given] if given and all(_is_number(v) for v in given) else list(given)
-    if not rows or any(isinstance(row, str) or len(row) != 3 or not all(_is_number(v) for v in row) for row in rows):
+    if not rows or any(
+        isinstance(row, (str, float, int)) or len(row) != 3 or not all(map(_is_number, row)) for row in rows
+    ):
         raise ValueError(
             f"Newton-Schulz coefficients must be one of {', '.join(COEFFICIENTS)} or a list of [a, b, c], got {given!r}"
         )

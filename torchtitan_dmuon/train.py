@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import socket
 import sys
 import time
@@ -113,8 +114,9 @@ def train(config: Any, lines: Sequence[str] = ()) -> None:
 
 
 def _default_environment() -> bool:
-    """Without a launcher, be rank 0 of 1. Returns whether that was so."""
+    """Without a launcher, be rank 0 of 1. Returns whether that was so. ConfigError for variables that say no rank."""
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        _check_environment()
         return False
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -122,6 +124,17 @@ def _default_environment() -> bool:
     ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     os.environ.update(ranks, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     return True
+
+
+def _check_environment() -> None:
+    for rank, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
+        for name, least in ((size, 1), (rank, 0)):
+            value = os.environ.get(name, "1" if name == size else "0")
+            if not re.fullmatch("[0-9]+", value) or int(value) < least:
+                raise ConfigError(f"{name} = {value!r} in the environment: expected a number of at least {least}")
+        if size in os.environ and int(os.environ.get(rank, "0")) >= int(os.environ[size]):
+            both = f"{rank} = {os.environ[rank]}, {size} = {os.environ[size]}"
+            raise ConfigError(f"{both} in the environment: expected a rank below the number of ranks")
 
 
 if __name__ == "__main__":

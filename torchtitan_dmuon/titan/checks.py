@@ -8,7 +8,10 @@ an error is a ConfigError with the dotted key it is about.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import inspect
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +23,7 @@ from torchtitan_dmuon.newton_schulz import compute_dtype
 from torchtitan_dmuon.titan.config import (
     Assignment,
     ConfigError,
+    DMuonConfig,
     assign_parameters,
     optimizer_names,
     owned_group,
@@ -48,17 +52,33 @@ _REFUSED_AXES = {
     "expert_parallel_degree": "expert parallelism",
 }
 
+# Values that would fail, or silently mean nothing, once training has begun: key, what holds, what is expected.
+_VALUES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("training.steps", lambda n: n >= 1, "at least 1"),
+    ("training.seq_len", lambda n: n >= 1, "at least 1"),
+    ("training.local_batch_size", lambda n: n >= 1, "at least 1"),
+    ("training.global_batch_size", lambda n: n >= 1 or n == -1, "at least 1, or -1 for one micro-batch a rank"),
+    ("training.max_norm", lambda x: x > 0, "a number above 0; inf clips nothing"),
+    ("training.gc_freq", lambda n: n >= 1, "at least 1"),
+    ("metrics.log_freq", lambda n: n >= 1, "at least 1"),
+    ("comm.init_timeout_seconds", lambda n: n >= 1, "at least 1"),
+    ("comm.train_timeout_seconds", lambda n: n >= 1, "at least 1"),
+    ("optimizer.param_groups", lambda groups: len(groups) >= 1, "at least one group"),
+)
+
 
 def check_run(config: Any, world_size: int | None) -> Assignment | None:
     """Raise :class:`ConfigError` if the Trainer.Config cannot run; return which parameters each group takes.
 
     ``world_size`` None skips what depends on it. The model is built on the meta device only.
     """
-    if world_size is not None:
+    if world_size is None:
+        check_values(config)
+    else:
         check_mesh(config, world_size)
     check_dmuon(config)
     check_optimizers(config)
-    if config.model_spec is None or not config.optimizer.param_groups:
+    if config.model_spec is None:
         return None
     from torchtitan_dmuon.titan.models import has_heads
 
@@ -95,8 +115,25 @@ def settle(config: Any) -> list[str]:
     return [f"training.disable_cuda_graphs -> true ({reason})"]
 
 
+def without_effect(config: Any) -> str:
+    """A line to log when the [dmuon] table says something that no group follows; "" when there is nothing to say."""
+    if uses_dmuon(config) or config.dmuon == DMuonConfig():
+        return ""
+    return f'[dmuon] has no effect: no group has optimizer_name = "DMuon" or "{OWNED_PREFIX}..."'
+
+
+def check_values(config: Any) -> None:
+    """Numbers that TorchTitan itself takes as they come."""
+    for path, holds, expected in _VALUES:
+        value = operator.attrgetter(path)(config)
+        if not holds(value):
+            raise ConfigError(f"{path.rpartition('.')[2]} = {value!r}: expected {expected}", path)
+
+
 def check_mesh(config: Any, world_size: int) -> None:
-    """The product of the degrees must be the world size, and the global batch a multiple of one micro-batch of it."""
+    """The values, and that the product of the degrees is the world size, and the global batch a multiple of one
+    micro-batch of it."""
+    check_values(config)
     mesh = config.parallelism
     others = mesh.context_parallel_degree * mesh.tensor_parallel_degree * mesh.pipeline_parallel_degree
     replicate, shard = mesh.data_parallel_replicate_degree, mesh.data_parallel_shard_degree
@@ -184,7 +221,12 @@ def check_optimizer_kwargs(name: str, kwargs: dict[str, Any], path: str) -> None
     """Names and types against the optimizer's signature, values by constructing it over a small parameter."""
     from torchtitan_dmuon.titan.platform import on_cpu
 
-    if name == "DistMuon":  # its other arguments are objects that only a registry config can give
+    if name == "DistMuon":  # not made here: its arguments without a default are objects of a registry config
+        from torchtitan.distributed.flex_shard.dist_muon import DistMuon
+
+        legal = {key: p for key, p in arguments(DistMuon)[0].items() if p.default is not p.empty}
+        legal |= {key: p for key, p in arguments(torch.optim.AdamW)[0].items() if key in ("fused", "foreach")}
+        _check_arguments(name, kwargs, legal, False, f"{path}.optimizer_kwargs")
         return
     try:
         cls = optimizer_class(name)
@@ -198,18 +240,7 @@ def check_optimizer_kwargs(name: str, kwargs: dict[str, Any], path: str) -> None
     path = f"{path}.optimizer_kwargs"
     legal, takes_others = arguments(cls)
     has_layouts = is_muon(name)
-    for key, value in kwargs.items():
-        if has_layouts and key in LAYOUT_OPTIONS:
-            if not isinstance(value, bool):
-                raise ConfigError(f"{key} = {value!r}: expected true or false, found {noun(value)}", f"{path}.{key}")
-            continue
-        if key not in legal:
-            if takes_others:
-                continue  # told below, by whether the optimizer keeps it
-            raise ConfigError(f"{name} has no argument {key!r}.{nearest(key, legal)}", f"{path}.{key}")
-        expected = _misfit(legal[key].default, value)
-        if expected:
-            raise ConfigError(f"{key} = {value!r}: expected {expected}, found {noun(value)}", f"{path}.{key}")
+    _check_arguments(name, kwargs, legal, takes_others, path)
     try:
         rule = rule_kwargs(kwargs) if has_layouts else kwargs
         made = probe(cls, **rule)
@@ -226,18 +257,48 @@ def check_optimizer_kwargs(name: str, kwargs: dict[str, Any], path: str) -> None
         raise ConfigError(f"{name} has no argument {ignored!r}.{nearest(ignored, legal)}", f"{path}.{ignored}")
 
 
-def _misfit(default: Any, value: Any) -> str:
-    """What the default's type asks for when ``value`` is not that; "" when it fits or the default does not tell."""
-    number = type(value) in (int, float)
+def _check_arguments(
+    name: str, kwargs: Mapping[str, Any], legal: Mapping[str, inspect.Parameter], takes_others: bool, path: str
+) -> None:
+    """Names and types, as far as ``legal`` and its defaults tell; numbers must be finite."""
+    for key, value in kwargs.items():
+        if not all(map(math.isfinite, _floats(value))):
+            raise ConfigError(f"{key} = {value!r}: expected a finite number", f"{path}.{key}")
+        if is_muon(name) and key in LAYOUT_OPTIONS:
+            if not isinstance(value, bool):
+                raise ConfigError(f"{key} = {value!r}: expected true or false, found {noun(value)}", f"{path}.{key}")
+            continue
+        if key not in legal:
+            if takes_others:
+                continue  # the caller sees whether the optimizer keeps it
+            raise ConfigError(f"{name} has no argument {key!r}.{nearest(key, legal)}", f"{path}.{key}")
+        expected = _misfit(legal[key], value)
+        if expected:
+            raise ConfigError(f"{key} = {value!r}: expected {expected}, found {noun(value)}", f"{path}.{key}")
+
+
+def _floats(value: Any) -> list[float]:
+    """Those in a value and its arrays."""
+    if isinstance(value, (tuple, list)):
+        return [number for item in value for number in _floats(item)]
+    return [value] if isinstance(value, float) else []
+
+
+def _misfit(argument: inspect.Parameter, value: Any) -> str:
+    """What an argument's default asks for when ``value`` is not that; "" when it fits or the default does not tell.
+
+    An integer default asks for an integer only where the annotation says so: torch writes ``weight_decay: float = 0``.
+    """
+    default = argument.default
     if isinstance(default, bool):
         return "" if isinstance(value, bool) else "true or false"
-    if isinstance(default, int):
+    if argument.annotation in (int, "int"):
         return "" if type(value) is int else "an integer"
-    if isinstance(default, float):
-        return "" if number else "a number"
+    if isinstance(default, (int, float)):
+        return "" if type(value) in (int, float) else "a number"
     if isinstance(default, tuple):
         fits = isinstance(value, (tuple, list)) and len(value) == len(default)
-        fits = fits and all(type(v) in (int, float) for v in value)
+        fits = fits and all(type(v) in (int, float) or v is d for v, d in zip(value, default))
         return "" if fits else f"an array of {len(default)} numbers"
     if isinstance(default, str):
         return "" if isinstance(value, (str, tuple, list)) else "a string"

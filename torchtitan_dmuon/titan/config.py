@@ -8,6 +8,7 @@ machine (`checks.py`). Keeps: a [dmuon] table is checked without TorchTitan, so 
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -85,6 +86,8 @@ class DMuonConfig:
         for name in ("prefetch", "ranks_per_node", "qk_clip"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must be at least 0", name)
+        if not math.isfinite(self.qk_clip):
+            raise ConfigError(f"qk_clip = {self.qk_clip}: must be a finite number; 0 switches it off", "qk_clip")
         if self.ownership == "replica" and self.holders == "node":
             raise ConfigError('holders = "node" needs ownership = "global"; choose "shard_group"', "holders")
 

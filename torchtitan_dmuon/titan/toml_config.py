@@ -18,6 +18,7 @@ import os
 import re
 import sys
 import types
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -95,7 +96,7 @@ def parse(args: Sequence[str]) -> Run:
 def load(file: str) -> Run:
     """The registry config named in the file's [job] table with the file's other tables on top."""
     try:
-        with open(file, encoding="utf-8") as f:
+        with open(file, encoding="utf-8-sig") as f:  # some editors begin a file with a byte order mark
             text = f.read()
         data = tomli.loads(text)
     except OSError as error:
@@ -285,7 +286,8 @@ def save(tables: dict[str, Any], left_out: Sequence[str], folder: str, changes: 
     text = "".join(f"# {line}\n" for line in head) + "\n" + tomli_w.dumps(tables)
     os.makedirs(folder, exist_ok=True)
     path = os.path.join(folder, SAVED_NAME)
-    with open(f"{path}.tmp", "w", encoding="utf-8") as file:
+    unfinished = f"{path}.{uuid.uuid4().hex}.tmp"  # of this run alone: others may save in the same folder
+    with open(unfinished, "w", encoding="utf-8") as file:
         file.write(text)
-    os.replace(f"{path}.tmp", path)
+    os.replace(unfinished, path)
     return path

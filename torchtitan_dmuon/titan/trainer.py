@@ -5,9 +5,10 @@ Decides: the few moments of a run that the runtime must be told about. Copies no
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +22,7 @@ from torchtitan.trainer import Trainer
 
 from torchtitan_dmuon.runtime.owned import OwnedMatrices
 from torchtitan_dmuon.titan import checks, seams
-from torchtitan_dmuon.titan.config import DMuonConfig, retype, uses_dmuon
+from torchtitan_dmuon.titan.config import ConfigError, DMuonConfig, retype, uses_dmuon
 from torchtitan_dmuon.titan.metrics import DMuonMetricsProcessor
 from torchtitan_dmuon.titan.validator import DMuonValidator
 
@@ -37,6 +38,8 @@ class DMuonTrainer(Trainer):
         checks.check_mesh(config, int(os.environ["WORLD_SIZE"]))
         checks.check_dmuon(config)
         checks.settle(config)
+        if line := checks.without_effect(config):
+            logger.warning(line)
         if uses_dmuon(config) and config.model_spec is not None:
             from torchtitan_dmuon.titan.parallelize import with_owned_matrices
 
@@ -81,15 +84,11 @@ class DMuonTrainer(Trainer):
             return super().train_step(data_iterator)
 
     def train(self) -> None:
-        owned = self.owned
-        if owned is None:
-            return super().train()
-
         def shorten(timeout: Any) -> None:
-            for group in owned.groups:
+            for group in self.owned.groups if self.owned is not None else ():
                 dist.set_timeout(timeout, group)
 
-        with seams.also_set_timeouts(shorten):
+        with _resharding_told(), seams.also_set_timeouts(shorten):
             return super().train()
 
     def close(self) -> None:
@@ -110,6 +109,23 @@ class DMuonTrainer(Trainer):
             f"ownership plan: {plan['matrices']} matrices in {plan['pieces']} pieces, {plan['riders']} riders, largest "
             f"owner {plan['imbalance']:.3f} times the mean, {plan['idle_owners']} idle owners; saved in {path}"
         )
+
+
+@contextlib.contextmanager
+def _resharding_told() -> Iterator[None]:
+    """TorchTitan's data loader refuses the state of another number of ranks (components/dataloader.py:161): say what
+    can be done."""
+    try:
+        yield
+    except AssertionError as error:
+        if "dataloader resharding is not supported" not in str(error):
+            raise
+        raise ConfigError(
+            "the checkpoint was written by another number of data-parallel ranks, and TorchTitan's data loader cannot "
+            'take up its state there; [checkpoint] exclude_from_loading = ["dataloader"] resumes all else and begins '
+            "with the data anew",
+            "checkpoint.exclude_from_loading",
+        ) from None
 
 
 def _defers(config: DMuonTrainer.Config) -> bool:
