@@ -560,6 +560,7 @@ def test_flags_that_tyro_refuses_end_with_code_2_and_one_line(write, capsys, one
     ("changes", "expected"),
     [
         ({"RANK": "9", "WORLD_SIZE": "4"}, "RANK = 9, WORLD_SIZE = 4 in the environment: expected a rank below"),
+        ({"LOCAL_RANK": "x"}, "LOCAL_RANK = 'x' in the environment"),
         ({"RANK": "x"}, "RANK = 'x' in the environment"),
         ({"WORLD_SIZE": ""}, "WORLD_SIZE = '' in the environment: expected a number of at least 1"),
         ({"WORLD_SIZE": "x"}, "WORLD_SIZE = 'x' in the environment"),

@@ -35,13 +35,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "--help" in argv and not any(arg.startswith("--config") for arg in argv):
         print(USAGE)
         return 0
+    speaks = True  # any rank, where the environment does not tell which one it is
     try:
         alone = _default_environment()
+        speaks = os.environ.get("LOCAL_RANK", "0") == "0"
         run = toml_config.parse(argv)
         lines = ["no launcher: one process"] if alone else []
         lines += _checked(run)
     except (ConfigError, platform.PlatformError) as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
+        if speaks:
             print(f"error: {error}", file=sys.stderr, flush=True)
             _tell_torchrun(str(error))
         else:

@@ -3,8 +3,8 @@
 Decides what the documents are, their order, which are held out, and the 2,048-token BPE tokenizer trained on them; all
 is made once and kept in one folder that serves as `hf_assets_path` and as `dataset_path` of both data sets. Does not
 decide how documents become batches: that is TorchTitan's own text data loader, which learns the data sets' names from
-`prepare_for`, called by the entry points and never by an import. Keeps: a folder with a whole
-`prepared.json` is complete and is never written again, so any number of runs and ranks may prepare and read it at once.
+`prepare_for`, called by the entry points and never by an import. Keeps: a folder with a whole `prepared.json` is
+complete and is never written again, so any number of runs and ranks may prepare and read it at once.
 """
 
 from __future__ import annotations
