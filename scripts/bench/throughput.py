@@ -38,7 +38,7 @@ DEFAULT = {
 }
 # Few tokens and wide matrices: Newton-Schulz weighs more than messages do. At a fixed quotient of Newton-Schulz to
 # forward-backward, tokens grow with the width, so the share of messages falls with it: the real case is wider still.
-NODE_SETTINGS = Settings(dim=512, layers=4, heads=8, hidden=1536, vocab=512, batch=4, length=228)
+NODE_SETTINGS = Settings(dim=512, layers=2, heads=8, hidden=1536, vocab=512, batch=4, length=228)
 QUICK_SETTINGS = Settings(dim=64, layers=2, heads=2, hidden=96, vocab=64, batch=1, length=32)
 _IDLE_WANTED = 0.9
 

@@ -10,7 +10,6 @@ import contextlib
 import datetime
 import functools
 import logging
-import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,11 +28,12 @@ from ..ownership import MeshSpec, OwnershipPlan, assign
 from ..seeding import stream_seed
 from ..topology import Topology, UnitLayout
 from . import order_check
-from .clip import CLIPS, clip_gradients
+from .clip import clip_gradients
 from .engine import Engine
 from .hooks import Hooks
 from .leaf import adapt_leaf, adapt_root
 from .optimizer import OptimizerFactory, OwnedOptimizer
+from .options import check_options, unit_dtypes
 from .parameter import FreedParameter, OwnedParameter
 from .row_shards import RowShards
 from .selection import Select, group_units, parameter_slots, select_riders, select_specs
@@ -42,8 +42,6 @@ from .unit import Unit
 from .wires import Control
 
 logger = logging.getLogger(__name__)
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of weights, gathered or given, and of gradient sums
 
 
 @dataclass(frozen=True)
@@ -122,7 +120,7 @@ def own_matrices(
         ValueError: bad options, selection or mesh; nothing has changed then.
         RuntimeError: ranks derived different plans or have different options; the message shows what differs.
     """
-    _check_options(
+    check_options(
         units=units,
         mp_policy=mp_policy,
         layouts=layouts,
@@ -147,7 +145,7 @@ def own_matrices(
     chosen = {spec.name: slots[spec.name] for spec in specs}
     _check_unowned(chosen)
     grouped, modules_of = group_units(model, units, chosen)
-    dtypes = _dtypes(grouped, chosen, policy)
+    dtypes = unit_dtypes(grouped, chosen, policy)
     plan = _plan(specs, grouped, topology, balance, cost)
     reduce_dtype = policy.reduce_dtype or torch.float32
     divide_factor = float(topology.world if gradient_divide_factor is None else gradient_divide_factor)
@@ -481,68 +479,6 @@ def _check_unowned(chosen: Mapping[str, list[tuple[nn.Module, str]]]) -> None:
             raise ValueError(f"{name} is owned already: own_matrices was called on this model before")
         if isinstance(module._parameters[attribute], DTensor):
             raise ValueError(f"{name} is sharded already: call own_matrices before fully_shard")
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-# Choices of the topology, the plan and the transport are checked by these.
-_OPTIONS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "units": (lambda v: isinstance(v, Iterable), "modules of the model"),
-    "mp_policy": (lambda v: v is None or isinstance(v, MixedPrecisionPolicy), "a MixedPrecisionPolicy"),
-    "layouts": (
-        lambda v: v is None or (isinstance(v, Mapping) and all(isinstance(x, MatrixLayout) for x in v.values())),
-        "a mapping of name patterns to MatrixLayout",
-    ),
-    "reshard_after_forward": (lambda v: isinstance(v, bool), "True or False"),
-    "gradient_divide_factor": (
-        lambda v: v is None or (isinstance(v, int | float) and 0 < v < math.inf),
-        "a finite number above 0",
-    ),
-    "cost": (lambda v: v is None or isinstance(v, CostModel), "a CostModel"),
-    "publish": (lambda v: v in ("async", "sync"), "one of 'async', 'sync'"),
-    "prefetch": (_is_count, "an integer, at least 0"),
-    "clip": (lambda v: v in CLIPS, f"one of {', '.join(map(repr, CLIPS))}"),
-    "ranks_per_node": (_is_count, "an integer, at least 0"),
-    "timeout": (lambda v: v is None or isinstance(v, datetime.timedelta), "a datetime.timedelta"),
-}
-
-
-def _check_options(**given: Any) -> None:
-    for name, value in given.items():
-        fits, wanted = _OPTIONS[name]
-        if not fits(value):
-            raise ValueError(f"{name} = {value!r}: must be {wanted}")
-
-
-def _dtypes(
-    grouped: list[tuple[str, list[str]]],
-    chosen: Mapping[str, list[tuple[nn.Module, str]]],
-    policy: MixedPrecisionPolicy,
-) -> list[torch.dtype]:
-    """dtype of the gathered weights of each unit. ValueError for one not in DTYPES, and for several in a unit."""
-    allowed = ", ".join(map(str, DTYPES))
-    for option in ("param_dtype", "reduce_dtype"):
-        dtype = getattr(policy, option)
-        if dtype is not None and dtype not in DTYPES:
-            raise ValueError(f"mp_policy: {option} = {dtype}: must be one of {allowed}")
-    found: list[torch.dtype] = []
-    for unit_name, names in grouped:
-        given = {}
-        for name in names:
-            module, attribute = chosen[name][0]
-            given[name] = module._parameters[attribute].dtype  # type: ignore[union-attr]
-            if given[name] not in DTYPES:
-                raise ValueError(f"{name} is {given[name]}: owned parameters are one of {allowed}")
-        dtypes = {policy.param_dtype} if policy.param_dtype is not None else set(given.values())
-        if len(dtypes) > 1:
-            raise ValueError(
-                f"{unit_name}: owned parameters of one unit have dtypes {sorted(map(str, dtypes))}; "
-                "give mp_policy a param_dtype, make them equal, or take no riders of another dtype"
-            )
-        found += dtypes
-    return found
 
 
 def _device_of(grid: RankGrid) -> torch.device:
