@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import torchtitan_dmuon as dmuon
-from torchtitan_dmuon.runtime.owned import RankGrid
+from torchtitan_dmuon.runtime.rank_grid import RankGrid
 
 from . import toy
 from .ranks import run_ranks

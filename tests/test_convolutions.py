@@ -86,4 +86,4 @@ def test_two_ranks_equal_one_process():
 def test_several_maps_in_one_weight_are_refused(module):
     model = nn.Sequential(module)
     with pytest.raises(ValueError, match=r"^0.weight has shape .* in Conv.*: it is no matrix"):
-        dmuon.own_matrices(model, dmuon.runtime.owned.RankGrid((0,), 1, "cpu"), select="weight", units=[module])
+        dmuon.own_matrices(model, dmuon.runtime.rank_grid.RankGrid((0,), 1, "cpu"), select="weight", units=[module])

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import torchtitan_dmuon as dmuon
 from torchtitan_dmuon.checkpoint import load_optimizer_state, optimizer_state
 from torchtitan_dmuon.runtime.lanes import CpuLane
-from torchtitan_dmuon.runtime.owned import RankGrid
+from torchtitan_dmuon.runtime.rank_grid import RankGrid
 
 from .ranks import run_ranks
 from .test_runtime import backward, make_muon, own, tower

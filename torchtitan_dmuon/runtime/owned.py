@@ -10,9 +10,7 @@ import contextlib
 import datetime
 import functools
 import logging
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,6 +33,7 @@ from .leaf import adapt_leaf, adapt_root
 from .optimizer import OptimizerFactory, OwnedOptimizer
 from .options import check_options, unit_dtypes
 from .parameter import FreedParameter, OwnedParameter
+from .rank_grid import RankGrid
 from .row_shards import RowShards
 from .selection import Select, group_units, parameter_slots, select_riders, select_specs
 from .transport import Transport, check_transport, connect
@@ -42,29 +41,6 @@ from .unit import Unit
 from .wires import Control
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class RankGrid:
-    """The data-parallel group without process groups: global ranks, ascending, ``shard_size`` per shard group."""
-
-    ranks: tuple[int, ...]
-    shard_size: int
-    device_type: str
-
-    def __post_init__(self) -> None:
-        if list(self.ranks) != sorted(set(self.ranks)):
-            raise ValueError(f"the ranks of the mesh must ascend, row by row, got {str(self.ranks):.80}")
-
-    @staticmethod
-    def of(mesh: DeviceMesh | RankGrid) -> RankGrid:
-        if isinstance(mesh, RankGrid):
-            return mesh
-        if not isinstance(mesh, DeviceMesh):
-            raise ValueError(f"mesh = {mesh!r}: must be a DeviceMesh")
-        if mesh.ndim not in (1, 2):
-            raise ValueError(f"the mesh must be 1-D [shard] or 2-D [replicate, shard], got {mesh.ndim} dimensions")
-        return RankGrid(tuple(mesh.mesh.flatten().tolist()), mesh.shape[-1], mesh.device_type)
 
 
 def own_matrices(
@@ -135,7 +111,7 @@ def own_matrices(
     )
     policy = mp_policy or MixedPrecisionPolicy()
     grid = RankGrid.of(mesh)
-    topology = _topology(grid, ranks_per_node, routing, holders, ownership)
+    topology = grid.topology(ranks_per_node, routing, holders, ownership)
     check_transport(topology, transport)
     slots = parameter_slots(model)
     units = list(units)
@@ -162,8 +138,8 @@ def own_matrices(
         "DMUON_DEBUG": order_check.is_enabled(),
     }
 
-    rank = _rank_in(grid) if topology.world > 1 else 0
-    target = torch.device(device) if device is not None else _device_of(grid)
+    rank = grid.own_index() if topology.world > 1 else 0
+    target = torch.device(device) if device is not None else grid.device()
     mover, control, groups = connect(topology, grid.ranks, rank, target, transport, timeout)
     _compare_ranks(plan, options, control, rank)
     return OwnedMatrices(
@@ -216,7 +192,6 @@ class OwnedMatrices:
         gradient_divide_factor: float,
     ) -> None:
         self.model, self.plan, self.topology, self.rank, self.groups = model, plan, topology, rank, groups
-        self.roots = plan.roots
         by_name = {spec.name: spec for spec in specs}
         initial: dict[str, nn.Parameter] = {}
         units: list[Unit] = []
@@ -229,7 +204,7 @@ class OwnedMatrices:
                 initial[name] = old
                 params.append(OwnedParameter(by_name[name], slots[name], dtype, old.requires_grad))
             layout = UnitLayout.build(
-                topology, [(p.key, p.numel, self.roots[p.key]) for param in params for p in param.pieces]
+                topology, [(p.key, p.numel, plan.roots[p.key]) for param in params for p in param.pieces]
             )
             units.append(Unit(index, unit_name, params, layout, rank, device, dtype, reduce_dtype))
         self.engine = Engine(
@@ -455,23 +430,6 @@ class OwnedMatrices:
                 unit.master_of[piece.key].copy_(rows.reshape(piece.shape))
 
 
-def _topology(grid: RankGrid, ranks_per_node: int, routing: str, holders: str, ownership: str) -> Topology:
-    if ownership == "replica" and holders == "node":
-        raise ValueError('ownership = "replica" with holders = "node" is not supported: use holders = "shard_group"')
-    world = len(grid.ranks)
-    local = os.environ.get("LOCAL_WORLD_SIZE", str(world))
-    if not ranks_per_node and (not local.isdecimal() or int(local) == 0):
-        raise ValueError(f"LOCAL_WORLD_SIZE = {local!r} in the environment: must be a positive integer")
-    return Topology(world, grid.shard_size, ranks_per_node or int(local), routing, holders, ownership)
-
-
-def _rank_in(grid: RankGrid) -> int:
-    rank = dist.get_rank()
-    if rank not in grid.ranks:
-        raise ValueError(f"this is rank {rank}, which is not among those of the mesh: {str(grid.ranks):.80}")
-    return grid.ranks.index(rank)
-
-
 def _check_unowned(chosen: Mapping[str, list[tuple[nn.Module, str]]]) -> None:
     for name, places in chosen.items():
         module, attribute = places[0]
@@ -479,12 +437,6 @@ def _check_unowned(chosen: Mapping[str, list[tuple[nn.Module, str]]]) -> None:
             raise ValueError(f"{name} is owned already: own_matrices was called on this model before")
         if isinstance(module._parameters[attribute], DTensor):
             raise ValueError(f"{name} is sharded already: call own_matrices before fully_shard")
-
-
-def _device_of(grid: RankGrid) -> torch.device:
-    if grid.device_type == "cuda":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device(grid.device_type)
 
 
 def _plan(

@@ -19,7 +19,8 @@ from torchtitan_dmuon.costs import CostModel
 from torchtitan_dmuon.matrices import canonical_name
 from torchtitan_dmuon.muon import Muon, settings_of
 from torchtitan_dmuon.newton_schulz import flops
-from torchtitan_dmuon.runtime.owned import OwnedMatrices, RankGrid, own_matrices
+from torchtitan_dmuon.runtime.owned import OwnedMatrices, own_matrices
+from torchtitan_dmuon.runtime.rank_grid import RankGrid
 from torchtitan_dmuon.titan import seams
 from torchtitan_dmuon.titan.config import DMuonConfig, owned_group
 from torchtitan_dmuon.titan.initialization import draw_rows
