@@ -120,8 +120,7 @@ def _owned(
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     """Tensors on the CPU, to be sent."""
-    options = {option: value for option, value in group.items() if option not in _NO_OPTIONS}
-    return {option: value.cpu() if isinstance(value, torch.Tensor) else value for option, value in options.items()}
+    return {o: v.cpu() if isinstance(v, torch.Tensor) else v for o, v in group.items() if o not in _NO_OPTIONS}
 
 
 def _required(flat: Mapping[str, Any], key: str) -> Any:

@@ -14,8 +14,7 @@ from typing import Any
 
 LrFactor = Callable[[int, int], float]
 
-# Factor on the learning rate of a matrix of m rows and n columns: always the matrix's own shape, never a shard's or
-# the fused weight's. Sources: Keller Jordan's post; Moonlight, arXiv 2502.16982; Bernstein, "Deriving Muon".
+# Of m rows and n columns. Sources: Keller Jordan's post; Moonlight, arXiv 2502.16982; Bernstein, "Deriving Muon".
 LR_FACTORS: dict[str, LrFactor] = {
     "original": lambda m, n: math.sqrt(max(1, m / n)),
     "match_rms_adamw": lambda m, n: 0.2 * math.sqrt(max(m, n)),

@@ -58,7 +58,7 @@ DMUON: dict[str, tuple[dict[str, str], dict[str, bool]]] = {
 VARIANTS = ("adamw", "gather_muon", "dist_muon", *DMUON)
 LEGEND = {
     "dmuon_direct": "point to point, as on irregular topologies; one unit after another, its worst case",
-    "dmuon_overlap": "point to point; any number of units at once, its best case",
+    "dmuon_overlap": "point to point; all units at once that may be in flight, its best case",
 }
 
 
@@ -298,8 +298,9 @@ def print_table(world: int, cluster: Cluster, planned: Planned, figures: dict[st
         )
     console = Console() if sys.stdout.isatty() else Console(width=160)
     console.print(table)
-    for name in figures.keys() & LEGEND.keys():
-        console.print(f"  {name}: {LEGEND[name]}", highlight=False, markup=False)
+    for name, text in LEGEND.items():
+        if name in figures:
+            console.print(f"  {name}: {text}", highlight=False, markup=False)
     for line in planned.assumed:
         console.print(f"  assumed: {line}", highlight=False, markup=False)
 
@@ -362,16 +363,21 @@ def main(argv: Sequence[str] | None = None, prog: str = "dmuon simulate") -> int
     def body(config: Any) -> None:
         import copy
 
-        from torchtitan_dmuon.titan.config import ConfigError, DMuonConfig
+        from torchtitan_dmuon.titan.config import ConfigError
         from torchtitan_dmuon.titan.planning import make_plan
 
         cluster = read_cluster(args.cluster)
         points: list[dict[str, Any]] = []
         results: dict[str, tuple[Simulated, dict[str, Any]]] = {}
         for world in map(int, args.world.split(",")):
-            per_node = args.ranks_per_node or getattr(config, "dmuon", DMuonConfig()).ranks_per_node
-            per_node = per_node or cluster.ranks_per_node
-            planned = make_plan(copy.deepcopy(config), world, per_node, "cuda", args.flavor, args.pattern)
+            planned = make_plan(
+                copy.deepcopy(config),
+                world,
+                args.ranks_per_node,
+                flavor=args.flavor,
+                pattern=args.pattern,
+                otherwise=cluster.ranks_per_node,
+            )
             if not planned.options.is_muon:
                 raise ConfigError("only DMuon is simulated; choose it as optimizer_name", "optimizer.param_groups")
             results = simulate(planned, cluster, names)

@@ -124,13 +124,13 @@ class Engine:
     def backward_over(self, any_gradient: bool) -> None:
         if any_gradient:
             self._reduces.ready(self._reduces.sequence)
-            self._unclaimed += not self.has_optimizer
-            if self._unclaimed == 2:
-                self._unclaimed += 1  # once is enough
-                logger.warning(
-                    "gradients of owned parameters are reduced, but nothing updates these parameters: call "
-                    "owned.build_optimizer. An optimizer of model.parameters() passes them over"
-                )
+            if not self.has_optimizer:
+                self._unclaimed += 1
+                if self._unclaimed == 2:
+                    logger.warning(
+                        "gradients of owned parameters are reduced, but nothing updates these parameters: call "
+                        "owned.build_optimizer. An optimizer of model.parameters() passes them over"
+                    )
         else:  # torch.autograd.grad, or nothing trainable: no rank reduces
             self._reduces.reset()
         self.backward_order.end()

@@ -80,7 +80,7 @@ class PointToPoint:
         received = {peer: _buffers(unit, ranges) for peer in {m.peer for m in stage.recvs}}
         own = sums.get(self.topology.node(self.rank), {})
         self._exchange("reduce_between_nodes", stage, _everywhere(own), received.__getitem__)
-        by_node = {self.topology.node(p): ranges for p, ranges in received.items()} | sums
+        by_node = {self.topology.node(peer): theirs for peer, theirs in received.items()} | sums
         totals: Ranges = {}
         for span in ranges:
             first, *others = (slice_of(by_node[n], *span) for n in sorted(by_node))

@@ -147,9 +147,8 @@ class DMuonOptimizersContainer(OptimizersContainer):
             of_riders = {id(g) for inner in optimizer.inners[1:] for g in inner.param_groups}
             for group, count, pattern in zip(optimizer.param_groups, self._owned_counts, patterns, strict=True):
                 name = "AdamW" if id(group) in of_riders else type(optimizer).__name__
-                logger.info(
-                    f"Optimizer {name}: {count} params [{pattern}] { ({k: group[k] for k in _LOGGED if k in group}) }"
-                )
+                shown = {key: group[key] for key in _LOGGED if key in group}
+                logger.info(f"Optimizer {name}: {count} params [{pattern}] {shown}")
         else:
             super()._log_optimizer(optimizer, part_idx, patterns)
         for line in describe_optimizer(optimizer, self.owned):
@@ -164,10 +163,11 @@ class DMuonOptimizersContainer(OptimizersContainer):
         if owned is not None:
             owned.engine.finish_reduces()
             finite = owned.engine.gradients_are_finite()
-            if self._qk_clip is not None and finite:
-                self._qk_clip.collect()
-            elif self._qk_clip is not None:
-                self._qk_clip.forget()
+            if self._qk_clip is not None:
+                if finite:
+                    self._qk_clip.collect()
+                else:
+                    self._qk_clip.forget()
         for optimizer in self.optimizers:
             if finite or isinstance(optimizer, OwnedOptimizer):  # the owned one skips by itself
                 optimizer.step()

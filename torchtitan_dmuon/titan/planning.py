@@ -32,7 +32,7 @@ from torchtitan_dmuon.topology import Topology
 
 STATE_PROBE = 64  # rows and columns of the matrix on which another optimizer's state is weighed
 # What a configuration without a DMuon group is planned with.
-RANKS_PER_NODE = 8  # where neither the caller nor the file says
+RANKS_PER_NODE = 8
 DEFAULT_PATTERN = r"layers\.\d+\.(attention|feed_forward|moe\.routed_experts|moe\.shared_experts)\."
 
 
@@ -70,16 +70,23 @@ class Planned:
 
 
 def make_plan(
-    config: Any, world: int, ranks_per_node: int = 0, device_type: str = "cuda", flavor: str = "", pattern: str = ""
+    config: Any,
+    world: int,
+    ranks_per_node: int = 0,
+    device_type: str = "cuda",
+    flavor: str = "",
+    pattern: str = "",
+    otherwise: int = RANKS_PER_NODE,
 ) -> Planned:
     """Plan ``config`` (changed in place) for ``world`` data-parallel ranks. Raises ConfigError as training does.
 
     Where the file's mesh is for another world, replicas are added or removed. ``flavor`` takes another size of the same
-    model family. A configuration without a DMuon group is planned as if ``pattern`` were one's.
+    model family. A configuration without a DMuon group is planned as if ``pattern`` were one's. ``otherwise``: the
+    ranks per node where neither ``ranks_per_node`` nor the file says.
     """
     assumed: list[str] = []
     given = config.dmuon.ranks_per_node if hasattr(config, "dmuon") else 0
-    per_node = min(ranks_per_node or given or RANKS_PER_NODE, world)
+    per_node = min(ranks_per_node or given or otherwise, world)
     if flavor:
         _set_flavor(config, flavor)
     if not uses_dmuon(config):
