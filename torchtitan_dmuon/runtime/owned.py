@@ -135,13 +135,14 @@ def own_matrices(
         "publish": publish,
         "prefetch": prefetch,
         "clip": clip,
+        "transport": transport,
         "DMUON_DEBUG": order_check.is_enabled(),
     }
 
     rank = grid.own_index() if topology.world > 1 else 0
     target = torch.device(device) if device is not None else grid.device()
+    _compare_ranks(plan, options, Control(grid.groups), rank)
     mover, control, groups = connect(topology, grid.ranks, rank, target, transport, timeout)
-    _compare_ranks(plan, options, control, rank)
     return OwnedMatrices(
         model,
         plan,

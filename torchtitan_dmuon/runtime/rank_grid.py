@@ -1,6 +1,6 @@
 """The data-parallel group as ranks alone: which ranks a mesh names, in which nodes, and which of them this process is.
 
-Decides: what a mesh and the launcher's environment may be. Touches no process group but for this process's rank.
+Decides: what a mesh and the launcher's environment may be. Makes no process group.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from ..topology import Topology
 
 @dataclass(frozen=True)
 class RankGrid:
-    """The data-parallel group without process groups: global ranks, ascending, ``shard_size`` per shard group."""
+    """The data-parallel group: global ranks, ascending, ``shard_size`` per shard group. ``groups``: process groups that
+    exist, which reach all ranks one after the other, as :class:`Control` takes them; none for a single rank."""
 
     ranks: tuple[int, ...]
     shard_size: int
     device_type: str
+    groups: tuple[dist.ProcessGroup, ...] = ()
 
     def __post_init__(self) -> None:
         if list(self.ranks) != sorted(set(self.ranks)):
@@ -35,7 +37,8 @@ class RankGrid:
             raise ValueError(f"mesh = {mesh!r}: must be a DeviceMesh")
         if mesh.ndim not in (1, 2):
             raise ValueError(f"the mesh must be 1-D [shard] or 2-D [replicate, shard], got {mesh.ndim} dimensions")
-        return RankGrid(tuple(mesh.mesh.flatten().tolist()), mesh.shape[-1], mesh.device_type)
+        groups = tuple(mesh.get_group(d) for d in reversed(range(mesh.ndim)) if mesh.size(d) > 1)
+        return RankGrid(tuple(mesh.mesh.flatten().tolist()), mesh.shape[-1], mesh.device_type, groups)
 
     def topology(self, ranks_per_node: int, routing: str, holders: str, ownership: str) -> Topology:
         """Nodes of ``ranks_per_node`` ranks, or of the launcher's LOCAL_WORLD_SIZE where it is 0. Raises ValueError."""

@@ -12,6 +12,7 @@ import functools
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -72,7 +73,9 @@ def with_owned_matrices(spec: Any, config: Any) -> Any:
 def _grid(parallel_dims: Any) -> RankGrid:
     from torchtitan.tools import utils
 
-    return RankGrid(tuple(range(parallel_dims.world_size)), parallel_dims.dp_shard, utils.device_type)
+    world = parallel_dims.world_size
+    groups = (dist.group.WORLD,) if world > 1 else ()
+    return RankGrid(tuple(range(world)), parallel_dims.dp_shard, utils.device_type, groups)
 
 
 def _options(config: Any, training: Any, parallelism: Any) -> dict[str, Any]:
