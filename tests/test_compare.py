@@ -192,8 +192,11 @@ def broken(name: str, root: Path) -> list[str]:
             writer.add_scalar("train/loss", 1.0, 1)
         return [str(root / "run")]
     run = write_run(root / "run", 0.5)
-    if name.startswith("picture"):
-        return [str(run), "--plot", str(root / {"picture of no kind": "x.nope", "picture on a folder": "run"}[name])]
+    if name == "picture of no kind":
+        return [str(run), "--plot", str(root / "x.nope")]
+    if name == "picture on a folder":
+        (root / "run.png").mkdir()
+        return [str(run), "--plot", str(root / "run.png")]
     texts = {
         "broken configuration": "[job\n",
         "configuration of values": "training = 3\n",
@@ -216,7 +219,7 @@ def broken(name: str, root: Path) -> list[str]:
         ("configuration of values", "config.toml: job, training and parallelism must be tables, found 3"),
         ("configuration of words", "config.toml: data_parallel_shard_degree must be an integer, found 'x'"),
         ("picture of no kind", "x.nope: expected a file that ends in one of "),
-        ("picture on a folder", "run: expected a file that ends in one of "),
+        ("picture on a folder", "run.png is a folder: expected a file to write"),
     ],
 )
 def test_errors_are_one_line_and_exit_2(tmp_path, capsys, name, words):

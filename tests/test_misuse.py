@@ -159,10 +159,12 @@ def test_after_close_everything_says_so():
     model, owned = alone()
     optimizer = owned.build_optimizer(make_muon)
     backward(model, 0, 0)
+    before = {key: master.clone() for key, master in owned.masters().items()}
     owned.close()
     for use in (optimizer.step, lambda: backward(model, 1, 0)):
         with pytest.raises(RuntimeError, match=r"owned.close\(\) was called: no forward, backward or step"):
             use()
+    assert all(torch.equal(master, before[key]) for key, master in owned.masters().items())
 
 
 def test_a_group_that_takes_nothing_is_refused():
@@ -195,6 +197,7 @@ DIFFERENT: dict[str, list[Any]] = {
     "prefetch": [0, 1],
     "routing": ["two_level", "flat"],
     "holders": ["shard_group", "node"],
+    "transport": ["padded", "auto"],
 }
 
 

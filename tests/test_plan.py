@@ -272,6 +272,11 @@ def test_errors_end_with_one_line(tmp_path, capsys) -> None:
     assert plan_command.main([config, "--world", "8", "--parallelism.tensor_parallel_degree", "2"]) == 2
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == 3 and "tensor" in lines[-1]
+    for output in ("--plot", "--json", "--calibrate"):
+        (folder := tmp_path / "folder.png").mkdir(exist_ok=True)
+        assert plan_command.main([config, "--world", "8", output, str(folder)]) == 2
+        printed = capsys.readouterr()
+        assert printed.err == f"dmuon plan: {folder} is a folder: expected a file to write\n" and not printed.out
 
 
 def test_measured_costs_are_read_back(folder, tmp_path, monkeypatch) -> None:

@@ -566,6 +566,7 @@ def test_flags_that_tyro_refuses_end_with_code_2_and_one_line(write, capsys, one
         ({"WORLD_SIZE": "x"}, "WORLD_SIZE = 'x' in the environment"),
         ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE = '0' in the environment: expected a number of at least 1"),
         ({"LOCAL_WORLD_SIZE": "x"}, "LOCAL_WORLD_SIZE = 'x' in the environment"),
+        ({"LOCAL_WORLD_SIZE": "2"}, "LOCAL_WORLD_SIZE = 2, WORLD_SIZE = 1 in the environment: expected no more on a"),
     ],
 )
 def test_an_environment_that_is_no_launchers(changes, expected, one_rank, monkeypatch, capsys):

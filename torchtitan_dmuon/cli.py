@@ -1,6 +1,6 @@
 """The `dmuon` command: one name per tool, each in its own module.
 
-Decides only which module a sub-command runs, and what `--plot` takes in each. A tool is imported when it is called, so
+Decides only which module a sub-command runs, and where each may write. A tool is imported when it is called, so
 that `dmuon compare` needs no TorchTitan and a tool that this version lacks is refused by name.
 """
 
@@ -41,15 +41,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     return importlib.import_module(module).main(args.arguments, prog=f"dmuon {args.command}")
 
 
-def check_picture(path: Path | None) -> None:
-    """Before any work: ValueError unless a picture can be written to ``path``, or none is asked for."""
-    if path is None:
-        return
-    from matplotlib.figure import Figure
+def prepare_outputs(picture: Path | None, *others: Path | None) -> None:
+    """Before any work: make the folders of the files that are asked for. ValueError for a path that is a folder, and
+    for a picture of an unknown kind; OSError where a folder cannot be made."""
+    if picture is not None:
+        from matplotlib.figure import Figure
 
-    formats = Figure().canvas.get_supported_filetypes()
-    if path.suffix.lower().removeprefix(".") not in formats or path.is_dir():
-        raise ValueError(f"--plot {path}: expected a file that ends in one of .{', .'.join(sorted(formats))}")
+        formats = Figure().canvas.get_supported_filetypes()
+        if picture.suffix.lower().removeprefix(".") not in formats:
+            raise ValueError(f"--plot {picture}: expected a file that ends in one of .{', .'.join(sorted(formats))}")
+    for path in filter(None, (picture, *others)):
+        if path.is_dir():
+            raise ValueError(f"{path} is a folder: expected a file to write")
+        path.parent.mkdir(parents=True, exist_ok=True)
 
 
 if __name__ == "__main__":

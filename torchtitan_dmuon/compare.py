@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torchtitan_dmuon.cli import check_picture
+from torchtitan_dmuon.cli import prepare_outputs
 
 # Scalar names of torchtitan 0.3.0 (components/metrics.py); tokens per second are per rank.
 LOSS = "loss_metrics/global_avg_loss"
@@ -295,7 +295,6 @@ def plot(runs: Sequence[Run], skip: int, path: Path) -> None:
     where.set(title="where the time of a step went (x: tokens/s to the first)", xlabel="seconds")
     where.set_xlim(0, 1.35 * max(left))
     where.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=3, frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
 
 
@@ -317,11 +316,10 @@ def main(argv: Sequence[str] | None = None, prog: str = "dmuon compare") -> int:
     try:
         if args.skip < 0:
             raise CompareError(f"--skip {args.skip}: expected 0 or more steps")
-        check_picture(args.plot)
+        prepare_outputs(args.plot, args.json)
         runs, notes = compare(args.runs, args.skip)
         print_table(runs, notes, args.skip)
         if args.json is not None:
-            args.json.parent.mkdir(parents=True, exist_ok=True)
             args.json.write_text(json.dumps({"runs": [run.as_json() for run in runs]}, indent=2) + "\n")
         if args.plot is not None:
             plot(runs, args.skip, args.plot)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchtitan_dmuon.cli import check_picture
+from torchtitan_dmuon.cli import prepare_outputs
 from torchtitan_dmuon.footprint import PHASES, Footprint, Options, footprint, lay_out
 from torchtitan_dmuon.packing import packing_bound
 from torchtitan_dmuon.topology import Topology
@@ -355,7 +355,6 @@ def plot(planned: Planned, path: Path) -> None:
     phases.set_yticks([0, 1], ["DMuon", "AdamW"])
     phases.set(title="bytes between nodes per step, all ranks", xlabel="GB")
     phases.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=3, frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
 
 
@@ -381,8 +380,11 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="also draw a picture")
 
 
-def run_with_config(prog: str, args: argparse.Namespace, flags: Sequence[str], body: Callable[[Any], None]) -> int:
-    """Call ``body`` with the Trainer.Config that the arguments name. Exit code 0, or 2 with one line on standard error,
+def run_with_config(
+    prog: str, args: argparse.Namespace, flags: Sequence[str], body: Callable[[Any], None], *outputs: Path | None
+) -> int:
+    """Call ``body`` with the Trainer.Config that the arguments name; ``outputs``: files that it writes besides the
+    common ones. Exit code 0, or 2 with one line on standard error,
     with the place in the file where there is one."""
     from torchtitan_dmuon.titan import toml_config
     from torchtitan_dmuon.titan.config import ConfigError
@@ -390,7 +392,7 @@ def run_with_config(prog: str, args: argparse.Namespace, flags: Sequence[str], b
 
     run = None
     try:
-        check_picture(args.plot)
+        prepare_outputs(args.plot, args.json, *outputs)
         module = ["--module", args.module] if args.module else []
         run = toml_config.parse([*module, "--config", args.config, *flags])
         body(run.config)
@@ -402,7 +404,6 @@ def run_with_config(prog: str, args: argparse.Namespace, flags: Sequence[str], b
 
 
 def write_json(path: Path, data: Any) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(data, indent=2) + "\n")
 
 
@@ -451,7 +452,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "dmuon plan") -> int:
                 print(f"{shape:>12}: " + ", ".join(f"{form} {1e3 * each:.3f} ms" for form, each in both.items()))
             print(f"timed on {device.type}: {args.calibrate}; use it as dmuon.cost_file")
 
-    return run_with_config(prog, args, flags, body)
+    return run_with_config(prog, args, flags, body, args.calibrate)
 
 
 if __name__ == "__main__":

@@ -326,7 +326,6 @@ def plot(points: Sequence[dict[str, Any]], path: Path) -> None:
     for axes in (seconds, ratio):
         axes.grid(alpha=0.3)
         axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
 
 
@@ -393,7 +392,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "dmuon simulate") -> int
             tracks = [trace_events(s.tasks, name, i) for i, (name, (s, _)) in enumerate(results.items())]
             args.trace.write_text(json.dumps({"traceEvents": [event for track in tracks for event in track]}))
 
-    return run_with_config(prog, args, flags, body)
+    return run_with_config(prog, args, flags, body, args.trace)
 
 
 if __name__ == "__main__":

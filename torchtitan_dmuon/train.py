@@ -137,6 +137,10 @@ def _check_environment() -> None:
         if size in os.environ and int(os.environ.get(rank, "0")) >= int(os.environ[size]):
             both = f"{rank} = {os.environ[rank]}, {size} = {os.environ[size]}"
             raise ConfigError(f"{both} in the environment: expected a rank below the number of ranks")
+    local, world = os.environ.get("LOCAL_WORLD_SIZE", "1"), os.environ["WORLD_SIZE"]
+    if int(local) > int(world):
+        both = f"LOCAL_WORLD_SIZE = {local}, WORLD_SIZE = {world}"
+        raise ConfigError(f"{both} in the environment: expected no more on a node than in all")
 
 
 if __name__ == "__main__":

@@ -89,7 +89,7 @@ class Engine:
         self.forward_order = GatherOrder(prefetch, self._gather, self._release, forward)
         self.backward_order = GatherOrder(prefetch, self._gather_in_backward, self._skip_in_backward, backward)
         self._prefetch = prefetch
-        self._agreed = False
+        self._agreed = self._closed = False
         self._reduces = ReduceQueue(self._issue_reduce)
 
     # ---- what the hooks call ----
@@ -401,6 +401,7 @@ class Engine:
     # ---- operations ----
 
     def _submit(self, phase: str, unit: Unit, task: Callable[[], None], after: Sequence[Ticket] = ()) -> Ticket:
+        self.require_open()
         self._order_check.issue(phase, unit.name)
         return self._lanes[phase].submit(task, after)
 
@@ -429,6 +430,12 @@ class Engine:
         self.early = early
         self._early_lane = self._lanes["update"] = make_lane("update", self.device, high_priority=False)
 
+    def require_open(self) -> None:
+        """RuntimeError after :meth:`close`."""
+        if self._closed:
+            raise RuntimeError("owned.close() was called: no forward, backward or step of this model can follow it")
+
     def close(self) -> None:
+        self._closed = True
         for lane in self._lanes.values():
             lane.close()

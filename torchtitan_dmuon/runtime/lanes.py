@@ -67,7 +67,6 @@ class CpuLane:
         self._threads = torch.get_num_threads()
         self._thread = threading.Thread(target=self._run, name=f"dmuon-{name}", daemon=True)
         self._thread.start()
-        self._closed = False
 
     def _run(self) -> None:
         torch.set_num_threads(self._threads)
@@ -88,14 +87,11 @@ class CpuLane:
             del item, task, after, ticket, value
 
     def submit(self, task: Callable[[], Any], after: Sequence[Ticket] = ()) -> Ticket:
-        if self._closed:
-            raise RuntimeError("owned.close() was called: no forward, backward or step of this model can follow it")
         ticket = _CpuTicket()
         self._tasks.put((task, tuple(after), ticket))
         return ticket
 
     def close(self) -> None:
-        self._closed = True
         self._tasks.put(None)
         self._thread.join(timeout=5)
 

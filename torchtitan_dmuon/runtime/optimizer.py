@@ -105,6 +105,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         engine = self.engine
+        engine.require_open()
         engine.free_all()
         if not engine.finish_reduces():
             return loss
