@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import statistics
@@ -12,7 +13,7 @@ import torch
 import torch._dynamo  # noqa: F401  (imported once, before ranks are forked)
 
 from scripts.bench import throughput
-from scripts.bench.measure import Bench, Series, UnequalUpdates, check_equal, paired_ratio, summarize
+from scripts.bench.measure import Bench, Series, UnequalUpdates, check_equal, order_of, paired_ratio, summarize
 from scripts.bench.memory import peak_bytes
 from scripts.bench.model import Settings, make_model, matrices
 from scripts.bench.variants import make_variant, newton_schulz_timed
@@ -32,6 +33,15 @@ VARIANT_NAMES = {
     "ns_share",
     "exposed_seconds",
 }
+
+
+def test_every_variant_runs_before_every_other_as_often_as_after_it() -> None:
+    for names in ("ab", "abc", "abcd"):
+        orders = [order_of(turn, names) for turn in range(2 * len(names))]
+        assert all(sorted(order) == list(names) for order in orders)
+        for a, b in itertools.permutations(names, 2):
+            assert sum(order.index(a) < order.index(b) for order in orders) == len(names)
+        assert all([order[0] for order in orders].count(name) == 2 for name in names)
 
 
 def test_paired_ratio() -> None:

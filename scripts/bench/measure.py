@@ -128,9 +128,7 @@ class Bench:
         series = {name: Series() for name in self.names}
         with newton_schulz_timed() as ns:
             for turn in range(count):
-                at = turn % len(self.names)
-                order = self.names[at:] + self.names[:at]
-                for name in order if turn % 2 == 0 else order[::-1]:
+                for name in order_of(turn, self.names):
                     self._block(self.variants[name], series[name], steps, ns)
                 self.index += steps + 1
         return series
@@ -155,6 +153,13 @@ class Bench:
     def close(self) -> None:
         for variant in self.variants.values():
             variant.close()
+
+
+def order_of(turn: int, names: Sequence[str]) -> list[str]:
+    """Of the variants in a round: each comes first as often as any other, and both ways round."""
+    at = turn % len(names)
+    order = [*names[at:], *names[:at]]
+    return order[::-1] if turn // len(names) % 2 else order
 
 
 def first_update_difference(update: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> float:
