@@ -53,6 +53,17 @@ def test_a_change_of_gathered_weights_is_not_lost_silently():
     run_ranks(_edit, 2)
 
 
+def test_a_scalar_rider_is_read_and_guarded_like_any_other():
+    model = tower()
+    for layer in model.layers:
+        layer.gate = nn.Parameter(torch.tensor(0.5))
+    owned = dmuon.own_matrices(model, ALONE, select="weight$", units=model.layers, riders="gate")
+    with owned.gathered():
+        assert model.layers[0].gate.shape == () and float(model.layers[0].gate) == 0.5
+    with pytest.raises(RuntimeError, match="layers.1.gate was changed inside"), owned.gathered():
+        model.layers[1].gate.data.mul_(2)
+
+
 def test_stacks_that_match_nothing_are_refused():
     with pytest.raises(ValueError, match="stacks = 'experts' matches no selected parameter with 3 dimensions"):
         alone(stacks="experts")

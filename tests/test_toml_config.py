@@ -1,6 +1,7 @@
 """TOML over registry configs: what merges, what is refused and in which words, and what is saved runs again."""
 
 import dataclasses
+import errno
 import os
 import pathlib
 import re
@@ -575,6 +576,18 @@ def test_an_environment_that_is_no_launchers(changes, expected, one_rank, monkey
     assert train.main(["--config", "none.toml"]) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"error: {expected}") and said.count("\n") == 1
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing_behind(write, tmp_path, one_rank, monkeypatch, capsys):
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(toml_config.os, "replace", full)
+    out = tmp_path / "out"
+    assert train.main(["--config", write(""), "--dump_folder", str(out)]) == 2
+    said = capsys.readouterr().err
+    assert "dump_folder cannot be used: [Errno 28] No space left on device" in said and said.count("\n") == 1
+    assert not list(out.iterdir())
 
 
 def test_another_number_of_ranks_is_told_what_it_can_resume():

@@ -80,7 +80,10 @@ def _checked(run: toml_config.Run) -> list[str]:
     data.prepare_for(run.config)
     lines = [f"config: {line}" for line in (*settled, *adapted)]
     if os.environ["RANK"] == "0":
-        path = toml_config.save(tables, left_out, run.config.dump_folder, adapted)
+        try:
+            path = toml_config.save(tables, left_out, run.config.dump_folder, adapted)
+        except OSError as error:
+            raise run.source.locate(ConfigError(f"dump_folder cannot be used: {error}", "dump_folder")) from None
         lines.append(f"config saved in {path}")
     return lines
 

@@ -349,7 +349,7 @@ class OwnedMatrices:
                 if piece.key in unit.master_of:
                     shown = param.weight if param.whole else param.weight[piece.start : piece.stop]
                     master = unit.master_of[piece.key].to(shown.dtype).view(shown.shape)
-                    if not torch.equal(shown.contiguous().view(torch.uint8), master.contiguous().view(torch.uint8)):
+                    if not torch.equal(shown.reshape(-1).view(torch.uint8), master.reshape(-1).view(torch.uint8)):
                         return name
         return None
 

@@ -287,7 +287,12 @@ def save(tables: dict[str, Any], left_out: Sequence[str], folder: str, changes: 
     os.makedirs(folder, exist_ok=True)
     path = os.path.join(folder, SAVED_NAME)
     unfinished = f"{path}.{uuid.uuid4().hex}.tmp"  # of this run alone: others may save in the same folder
-    with open(unfinished, "w", encoding="utf-8") as file:
-        file.write(text)
-    os.replace(unfinished, path)
+    try:
+        with open(unfinished, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(unfinished, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.remove(unfinished)
+        raise
     return path
