@@ -221,7 +221,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--every", type=int, default=2, help="validate after every so many steps")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--adamw-rates", type=numbers, default=[8e-4, 1.6e-3, 3.2e-3])
+    parser.add_argument("--adamw-rates", type=numbers, default=[8e-4, 1.6e-3, 3.2e-3, 6.4e-3, 1.28e-2])
     parser.add_argument("--matrix-rates", type=numbers, default=[1e-2, 2e-2, 4e-2, 8e-2])
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no run after this long")
     parser.add_argument("--json", type=Path)
