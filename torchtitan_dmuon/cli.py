@@ -9,9 +9,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 # name -> (module with main(argv, prog) -> exit code, one line of help)
 COMMANDS = {
@@ -54,6 +56,10 @@ def prepare_outputs(picture: Path | None, *others: Path | None) -> None:
         if path.is_dir():
             raise ValueError(f"{path} is a folder: expected a file to write")
         path.parent.mkdir(parents=True, exist_ok=True)
+
+
+def write_json(path: Path, data: Any) -> None:
+    path.write_text(json.dumps(data, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ same work, and every figure is one that TorchTitan's or our own metrics wrote.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 import sys
@@ -18,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torchtitan_dmuon.cli import prepare_outputs
+from torchtitan_dmuon.cli import prepare_outputs, write_json
 
 # Scalar names of torchtitan 0.3.0 (components/metrics.py); tokens per second are per rank.
 LOSS = "loss_metrics/global_avg_loss"
@@ -320,7 +319,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "dmuon compare") -> int:
         runs, notes = compare(args.runs, args.skip)
         print_table(runs, notes, args.skip)
         if args.json is not None:
-            args.json.write_text(json.dumps({"runs": [run.as_json() for run in runs]}, indent=2) + "\n")
+            write_json(args.json, {"runs": [run.as_json() for run in runs]})
         if args.plot is not None:
             plot(runs, args.skip, args.plot)
             print(f"picture: {args.plot}")

@@ -7,7 +7,6 @@ Decides: how a plan is shown, what is worth a warning, and how costs are measure
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import re
 import statistics
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchtitan_dmuon.cli import prepare_outputs
+from torchtitan_dmuon.cli import prepare_outputs, write_json
 from torchtitan_dmuon.footprint import PHASES, Footprint, Options, footprint, lay_out
 from torchtitan_dmuon.packing import packing_bound
 from torchtitan_dmuon.topology import Topology
@@ -384,8 +383,7 @@ def run_with_config(
     prog: str, args: argparse.Namespace, flags: Sequence[str], body: Callable[[Any], None], *outputs: Path | None
 ) -> int:
     """Call ``body`` with the Trainer.Config that the arguments name; ``outputs``: files that it writes besides the
-    common ones. Exit code 0, or 2 with one line on standard error,
-    with the place in the file where there is one."""
+    common ones. Exit code 0, or 2 with one line on standard error, with the place in the file where there is one."""
     from torchtitan_dmuon.titan import toml_config
     from torchtitan_dmuon.titan.config import ConfigError
     from torchtitan_dmuon.titan.platform import PlatformError
@@ -401,10 +399,6 @@ def run_with_config(
         print(f"{prog}: {located}", file=sys.stderr)
         return 2
     return 0
-
-
-def write_json(path: Path, data: Any) -> None:
-    path.write_text(json.dumps(data, indent=2) + "\n")
 
 
 def build_parser(prog: str) -> argparse.ArgumentParser:

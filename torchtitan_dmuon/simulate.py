@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchtitan_dmuon.cli import write_json
 from torchtitan_dmuon.events import trace_events
 from torchtitan_dmuon.footprint import (
     MASTER_BYTES,
@@ -29,7 +30,7 @@ from torchtitan_dmuon.footprint import (
 )
 from torchtitan_dmuon.newton_schulz import flops, workspace_bytes
 from torchtitan_dmuon.ownership import OwnershipPlan, assign
-from torchtitan_dmuon.plan import add_config_arguments, run_with_config, write_json
+from torchtitan_dmuon.plan import add_config_arguments, run_with_config
 from torchtitan_dmuon.step_model import (
     Cluster,
     Placed,

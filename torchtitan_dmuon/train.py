@@ -13,7 +13,7 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torchtitan_dmuon.titan import platform, toml_config
@@ -67,25 +67,30 @@ def _checked(run: toml_config.Run) -> list[str]:
     from torchtitan_dmuon.titan import checks, data
 
     try:
-        try:
+        with _dump_folder_is_usable():
             os.makedirs(run.config.dump_folder, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"dump_folder cannot be used: {error}", "dump_folder") from None
         checks.check_run(run.config, int(os.environ["WORLD_SIZE"]))
         settled = checks.settle(run.config)
         tables, left_out = toml_config.document(run)  # before this machine adapts it
         adapted = platform.adapt_config(run.config)
+        data.prepare_for(run.config)
+        lines = [f"config: {line}" for line in (*settled, *adapted)]
+        if os.environ["RANK"] == "0":
+            with _dump_folder_is_usable():
+                path = toml_config.save(tables, left_out, run.config.dump_folder, adapted)
+            lines.append(f"config saved in {path}")
     except ConfigError as error:
         raise run.source.locate(error) from None
-    data.prepare_for(run.config)
-    lines = [f"config: {line}" for line in (*settled, *adapted)]
-    if os.environ["RANK"] == "0":
-        try:
-            path = toml_config.save(tables, left_out, run.config.dump_folder, adapted)
-        except OSError as error:
-            raise run.source.locate(ConfigError(f"dump_folder cannot be used: {error}", "dump_folder")) from None
-        lines.append(f"config saved in {path}")
     return lines
+
+
+@contextlib.contextmanager
+def _dump_folder_is_usable() -> Iterator[None]:
+    """An OSError of the block as a ConfigError."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"dump_folder cannot be used: {error}", "dump_folder") from None
 
 
 def train(config: Any, lines: Sequence[str] = ()) -> None:

@@ -1,4 +1,4 @@
-"""The data-parallel group as ranks alone: which ranks a mesh names, in which nodes, and which of them this process is.
+"""The data-parallel group before any of ours is made: a mesh's ranks, their nodes, and which of them this process is.
 
 Decides: what a mesh and the launcher's environment may be. Makes no process group.
 """
