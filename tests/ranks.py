@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import gc
 import os
 import pickle
 import select
@@ -24,6 +25,7 @@ import torch._dynamo  # noqa: F401  (module hooks use it; imported once here, no
 import torch.distributed as dist
 
 torch.set_num_threads(1)
+gc.freeze()  # what was imported is none of a test's objects: collections and walks over them pass it by
 
 
 class RankFailed(AssertionError):
