@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import os
+import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -85,22 +88,128 @@ def test_a_prepared_folder_is_not_written_again(sources, prepared):
         data.prepare(prepared, root=sources, vocab_size=300)
 
 
-def test_an_interrupted_preparation_is_made_anew(sources, tmp_path):
-    (tmp_path / "documents").mkdir()
-    (tmp_path / "documents" / "dataset_info.json").write_text("half of it")
-    (tmp_path / "tokenizer.json").write_text("{")
+def tree(folder: Path) -> dict[str, str]:
+    """What is below a folder: a digest of every file, the kind of all else."""
+    return {
+        str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest()
+        if p.is_file()
+        else oct(p.lstat().st_mode)
+        for p in sorted(folder.rglob("*"))
+    }
+
+
+def refused(path: str, said: str) -> None:
+    """What a training says whose `dataset_path` is `path`."""
+    pytest.importorskip("torchtitan")
+    from torchtitan_dmuon.titan import platform
+
+    platform.prepare()  # before any other torchtitan module
+    from torchtitan_dmuon.titan.config import ConfigError
+
+    loader = SimpleNamespace(dataset="python_stdlib", dataset_path=path)
+    with pytest.raises(ConfigError, match=said) as raised:
+        data.prepare_for(SimpleNamespace(dataloader=loader, validator=SimpleNamespace(enable=False)))
+    assert raised.value.path == "dataloader.dataset_path"
+
+
+# What a user's folder may hold: each name that a preparation makes, alone and beside a note, whole and half.
+HELD = [
+    {"notes.txt": "mine"},
+    {"documents/my_notes.txt": "mine"},
+    {"documents/dataset_info.json": "half of it", "tokenizer.json": "{"},
+    {"tokenizer.json": "mine"},
+    {"tokenizer_config.json": "mine"},
+    {"prepared.json": "{}"},
+    {"prepared.json": "{", "documents/data-00000-of-00001.arrow": "x"},
+    {"prepared.json": "[]"},
+    {".lock": "mine"},
+    {".hidden": "mine"},
+    {"documents/": ""},
+]
+
+
+@pytest.mark.parametrize("held", HELD, ids=lambda held: "+".join(held))
+@pytest.mark.parametrize("how", ["function", "command", "link", "training"])
+def test_a_folder_that_holds_other_files_is_refused_and_kept(held, how, sources, tmp_path, capsys):
+    folder = tmp_path / "folder"
+    for name, text in held.items():
+        path = folder / name
+        (path if name.endswith("/") else path.parent).mkdir(parents=True, exist_ok=True)
+        if not name.endswith("/"):
+            path.write_text(text)
+    before = tree(tmp_path)
+    link = tmp_path / "link"
+    if how == "link":
+        link.symlink_to(folder)
+        before = tree(tmp_path)
+    said = f"{'link' if how == 'link' else 'folder'} holds other files.*{min(held).split('/')[0]}"
+    if how in ("function", "link"):
+        with pytest.raises(ValueError, match=said):
+            data.prepare(link if how == "link" else folder, root=sources, vocab_size=300)
+    elif how == "command":
+        assert data.main(["--out", str(folder)]) == 2
+        error = capsys.readouterr().err
+        assert re.search(said, error) and len(error.strip().splitlines()) == 1
+    else:
+        refused(str(folder), "no prepared documents.*prepare-data")
+    assert tree(tmp_path) == before
     with pytest.raises(ValueError, match="prepare-data"):
-        data.load_documents(str(tmp_path))
-    data.prepare(tmp_path, root=sources, vocab_size=300)
-    assert len(data.load_documents(str(tmp_path))) == len(data.documents(sources))
+        data.load_documents(str(folder))
 
 
-def test_a_marker_that_says_nothing_is_no_preparation(sources, tmp_path):
-    for text in ("{}", "{", "[]"):
-        (tmp_path / "prepared.json").write_text(text)
-        with pytest.raises(ValueError, match="prepare-data"):
-            data.load_documents(str(tmp_path))
-    assert data.prepare(tmp_path, root=sources, vocab_size=300)["requested_vocab_size"] == 300
+def test_a_file_and_the_current_folder_are_refused(sources, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    for out in (tmp_path / "file", tmp_path / "file" / "below", ".", tmp_path / "empty"):
+        with pytest.raises((ValueError, OSError), match="is a file|Not a directory|File exists|current folder"):
+            data.prepare(out, root=sources, vocab_size=300)
+    assert set(tree(tmp_path)) == {"file", "empty"} and (tmp_path / "file").read_text() == "mine"
+
+
+def test_training_prepares_its_default_folder_and_no_other(sources, tmp_path, monkeypatch):
+    """A mistyped path makes no new data set."""
+    monkeypatch.chdir(tmp_path)
+    for path in (str(tmp_path / "new"), "outputs/python_stdlip"):
+        refused(path, f"prepare-data --out {path}")
+    assert tree(tmp_path) == {}
+    Path(data.DEFAULT_FOLDER).mkdir(parents=True)
+    (Path(data.DEFAULT_FOLDER) / "notes.txt").write_text("mine")
+    refused(data.DEFAULT_FOLDER, "holds other files .notes.txt")
+
+
+def test_an_interrupted_preparation_leaves_no_folder_and_is_made_anew(sources, tmp_path, monkeypatch):
+    import datasets
+
+    def interrupted(self, path):
+        Path(path).mkdir()
+        raise KeyboardInterrupt
+
+    (tmp_path / "out").mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(datasets.Dataset, "save_to_disk", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            data.prepare(tmp_path / "out", root=sources, vocab_size=300)
+    assert tree(tmp_path).keys() == {"out"}
+    data.prepare(tmp_path / "out", root=sources, vocab_size=300)  # an empty folder is taken
+    assert len(data.load_documents(str(tmp_path / "out"))) == len(data.documents(sources))
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_files_that_appear_while_it_works_are_kept(sources, tmp_path, monkeypatch):
+    import datasets
+
+    save = datasets.Dataset.save_to_disk
+
+    def meanwhile(self, path):
+        save(self, path)
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "notes.txt").write_text("mine")
+
+    monkeypatch.setattr(datasets.Dataset, "save_to_disk", meanwhile)
+    with pytest.raises(ValueError, match="holds other files .notes.txt"):
+        data.prepare(tmp_path / "out", root=sources, vocab_size=300)
+    assert tree(tmp_path).keys() == {"out", "out/notes.txt"}
 
 
 def test_three_processes_at_once_make_one_folder(sources, tmp_path, monkeypatch):
@@ -176,10 +285,9 @@ def test_torchtitan_reads_it(prepared):
 
 
 def test_prepare_for_touches_only_our_data_set(monkeypatch):
-    from types import SimpleNamespace
-
     calls = []
     monkeypatch.setattr(data, "prepare", calls.append)
+    monkeypatch.setattr(data, "load_documents", calls.append)
     monkeypatch.setattr(data, "register_datasets", lambda: calls.append("registered"))
 
     def prepare_for(name, path, held_out=None):

@@ -3,13 +3,16 @@
 Decides what the documents are, their order, which are held out, and the 2,048-token BPE tokenizer trained on them; all
 is made once and kept in one folder that serves as `hf_assets_path` and as `dataset_path` of both data sets. Does not
 decide how documents become batches: that is TorchTitan's own text data loader, which learns the data sets' names from
-`prepare_for`, called by the entry points and never by an import. Keeps: a folder with a whole `prepared.json` is
-complete and is never written again, so any number of runs and ranks may prepare and read it at once.
+`prepare_for`, called by the entry points and never by an import. Keeps: a folder appears whole or not at all and is
+never written again, so any number of runs and ranks may prepare and read it at once; one that holds anything else is
+refused, and nothing in it is touched.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -19,6 +22,7 @@ import sys
 import sysconfig
 import time
 import tokenize
+import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -108,16 +112,17 @@ def prepare(out: str | os.PathLike[str], *, root: Path | None = None, vocab_size
     The folder then holds `tokenizer.json` and `tokenizer_config.json` (TorchTitan's `hf_assets_path`), `documents/` (a
     saved `datasets.Dataset`) and `prepared.json`, which is what this returns: {"python", "documents", "characters",
     "vocab_size", "requested_vocab_size"}. Callers that arrive while another one works wait for it. Raises ValueError
-    when `root` (default: the standard library) has no sources, or `out` was prepared for another vocabulary size.
+    when `root` (default: the standard library) has no sources, or `out` is not a new or empty folder and was not
+    prepared, or was for another vocabulary size.
     """
     folder = Path(out)
     if _made(folder) is None:
-        from filelock import FileLock
-
-        folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(str(folder / ".lock")):
+        _refuse_foreign(folder)
+        place = folder.resolve()  # of a link to an empty folder, that folder
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with _one_at_a_time(place.parent):
             if _made(folder) is None:  # another process may have finished while this one waited
-                _make(folder, root or Path(sysconfig.get_paths()["stdlib"]), vocab_size)
+                _make(place, root or Path(sysconfig.get_paths()["stdlib"]), vocab_size)
     made = _made(folder)
     assert made is not None
     if made["requested_vocab_size"] != vocab_size:
@@ -129,7 +134,7 @@ def prepare(out: str | os.PathLike[str], *, root: Path | None = None, vocab_size
 
 
 def _made(folder: Path) -> dict[str, Any] | None:
-    """What `prepare` left in the folder; None where it did not get to the end, or something else wrote there."""
+    """What `prepare` left in the folder; None where it did not, or something else wrote there."""
     try:
         made = json.loads((folder / _MARKER).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -137,34 +142,69 @@ def _made(folder: Path) -> dict[str, Any] | None:
     return made if isinstance(made, dict) and made.keys() >= _MARKER_KEYS else None
 
 
-def _make(folder: Path, root: Path, vocab_size: int) -> None:
+def _refuse_foreign(folder: Path) -> None:
+    if folder.is_dir():
+        held = sorted(os.listdir(folder))
+        if held:
+            raise ValueError(
+                f"{folder} holds other files ({', '.join(held[:3])}{', ...' if held[3:] else ''}) and is left as it "
+                "is: expected a new or empty folder, or one that `dmuon prepare-data` made"
+            )
+    elif folder.exists():
+        raise ValueError(f"{folder} is a file: expected a folder to make")
+    if folder.resolve() == Path.cwd():  # it is made elsewhere and renamed
+        raise ValueError(f"{folder} is the current folder: name a new one in it")
+
+
+@contextlib.contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[None]:
+    """Wait for other processes in this block, to spare their work: where a file system locks no folders, each works and
+    the first one's result stays."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _make(place: Path, root: Path, vocab_size: int) -> None:
+    """Make all in a new folder beside and give it the name: the system refuses that where the name holds anything."""
     from datasets import Dataset
 
     found = documents(root)
     if not found:
         raise ValueError(f"no Python sources below {root}: data preparation needs an unpacked standard library")
     texts = [document["text"] for document in found]
-    tokens = _train_tokenizer(texts, vocab_size, folder)
-    shutil.rmtree(folder / "documents", ignore_errors=True)  # left over from a run that was interrupted
-    Dataset.from_list(found).save_to_disk(str(folder / "documents"))
-    made = {
-        "python": platform.python_version(),
-        "documents": len(found),
-        "characters": sum(map(len, texts)),
-        "vocab_size": tokens,
-        "requested_vocab_size": vocab_size,
-    }
-    unfinished = folder / f".{_MARKER}.{os.getpid()}"
-    unfinished.write_text(json.dumps(made, indent=2) + "\n", encoding="utf-8")
-    os.replace(unfinished, folder / _MARKER)
+    unfinished = place.parent / f".{place.name}.{uuid.uuid4().hex}"
+    unfinished.mkdir()
+    try:
+        tokens = _train_tokenizer(texts, vocab_size, unfinished)
+        Dataset.from_list(found).save_to_disk(str(unfinished / "documents"))
+        made = {
+            "python": platform.python_version(),
+            "documents": len(found),
+            "characters": sum(map(len, texts)),
+            "vocab_size": tokens,
+            "requested_vocab_size": vocab_size,
+        }
+        (unfinished / _MARKER).write_text(json.dumps(made, indent=2) + "\n", encoding="utf-8")
+        try:
+            os.rename(unfinished, place)
+        except OSError:
+            if _made(place) is None:  # else another machine was faster
+                _refuse_foreign(place)
+                raise
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)  # made above; gone once it has its name
 
 
 def load_documents(path: str) -> Any:
     """The prepared documents as a map-style `datasets.Dataset`. Raises ValueError when `path` is not prepared."""
     if _made(Path(path)) is None:
         raise ValueError(
-            f"dataloader.dataset_path = {path!r} holds no prepared documents (no {_MARKER}): "
-            f"run `dmuon prepare-data --out {path}` first"
+            f"{path} holds no prepared documents (no {_MARKER}): run `dmuon prepare-data --out {path}` first"
         )
     from datasets import load_from_disk
 
@@ -200,14 +240,22 @@ def register_datasets() -> None:
 
 def prepare_for(config: Any) -> None:
     """Prepare and register the data of a TorchTitan trainer config that trains or validates on ours; do nothing for any
-    other data set.
+    other data set. Makes the default folder alone: any other path must be prepared, so that a mistyped one makes none.
 
     Safe on all ranks at once: one works, the others wait. Call it before the trainer builds its tokenizer.
     """
-    loaders = [config.dataloader, *([config.validator.dataloader] if config.validator.enable else [])]
-    for loader in loaders:
+    from torchtitan_dmuon.titan.config import ConfigError
+
+    loaders = {"dataloader": config.dataloader}
+    if config.validator.enable:
+        loaders["validator.dataloader"] = config.validator.dataloader
+    for key, loader in loaders.items():
         if getattr(loader, "dataset", "").lower() in (DATASET, HELD_OUT):  # a mix of several sources has no `dataset`
-            prepare(loader.dataset_path or DEFAULT_FOLDER)
+            path = loader.dataset_path or DEFAULT_FOLDER
+            try:
+                prepare(path) if Path(path) == Path(DEFAULT_FOLDER) else load_documents(path)
+            except (OSError, ValueError) as error:
+                raise ConfigError(str(error), f"{key}.dataset_path") from None
             register_datasets()
 
 
