@@ -6,7 +6,6 @@ Started by gpu_check.sh on every rank. Each check prints one line; the exit code
 from __future__ import annotations
 
 import functools
-import json
 import os
 import sys
 import time
@@ -21,6 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import torchtitan_dmuon as dmuon
 from torchtitan_dmuon.newton_schulz import NewtonSchulz, flops, orthogonalize
+from torchtitan_dmuon.outputs import claim, write_json
 from torchtitan_dmuon.runtime.unit import Ranges
 
 DIM, HIDDEN, LAYERS, TOKENS = 2048, 5632, 8, 4096
@@ -197,7 +197,7 @@ def check_speed(device: torch.device, rank: int, out: Path) -> tuple[bool, str]:
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name(),
     }
-    (out / f"figures.rank{rank}.json").write_text(json.dumps(figures, indent=1))
+    write_json(out / f"figures.rank{rank}.json", figures)
     owned.close()
     fell = losses[-1] < losses[0] and all(x == x for x in losses)
     return (
@@ -208,11 +208,16 @@ def check_speed(device: torch.device, rank: int, out: Path) -> tuple[bool, str]:
 
 def main() -> int:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    out = Path(sys.argv[1])
+    try:
+        claim(out, "this check")
+    except ValueError as error:
+        print(f"gpu_check: {error}", file=sys.stderr)
+        return 2
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
     torch.backends.cuda.matmul.allow_tf32 = False
-    out = Path(sys.argv[1])
     checks = {
         "Newton-Schulz against the CPU": lambda: check_newton_schulz(device),
         "training in bf16": lambda: check_speed(device, rank, out),

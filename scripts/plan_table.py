@@ -9,7 +9,6 @@ Decides: models, meshes and worlds, and what splitting one matrix over a node's 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_dmuon.newton_schulz import flops
+from torchtitan_dmuon.outputs import add_output_arguments, parse_args, write_json
 from torchtitan_dmuon.plan import DEFAULT_FLOPS, summary
 from torchtitan_dmuon.simulate import VARIANTS, read_cluster, simulate
 from torchtitan_dmuon.step_model import Cluster
@@ -158,8 +158,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--models", default="", help="parts of names, comma-separated; default: all")
     parser.add_argument("--worlds", default=",".join(map(str, WORLDS)))
     parser.add_argument("--cluster", default="h100")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args(argv)
+    add_output_arguments(parser, picture=False)
+    args = parse_args(parser, argv)
     cluster = read_cluster(args.cluster)
     chosen = [m for m in MODELS if any(part in m for part in args.models.split(","))]
     rows = []
@@ -187,7 +187,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(header("model", "ranks", "AdamW, s", *VARIANTS[1:], "best / GatherMuon"))
     print("\n".join(map(step_line, rows)))
     if args.json:
-        args.json.write_text(json.dumps({"cluster": cluster.name, "rows": rows}, indent=1) + "\n")
+        write_json(args.json, {"cluster": cluster.name, "rows": rows})
     return 0
 
 

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # From a fresh clone to the comparison: the same small model trained with AdamW, with gather-then-replicate Muon and with
 # DMuon, on the same text, batches and initial weights; then a table and a picture. Needs Python 3.11+ and git, no download
-# of data or weights. Uses all visible GPUs, or 4 processes on the CPU. Can be run again; each OUT is its own world.
+# of data or weights. Uses all visible GPUs, or 4 processes on the CPU. Can be run again; each OUT is its own world, and
+# nothing is removed from it but what a quickstart left there.
 #   scripts/quickstart.sh [--steps N] [--out DIR]      (or STEPS=N OUT=DIR in the environment)
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
@@ -18,7 +19,16 @@ done
 case $STEPS in
     '' | *[!0-9]* | 0) echo "--steps $STEPS: expected a number of at least 1" >&2; exit 2 ;;
 esac
-mkdir -p "$OUT"
+
+claim() {   # claim DIR: make and mark a folder, as torchtitan_dmuon/outputs.py does; one that holds anything else is left
+    if [ ! -e "$1/.torchtitan_dmuon" ] && [ -n "$(ls -A "$1" 2>/dev/null)" ]; then
+        echo "$1 holds other files and is left as it is: choose a new or empty folder with --out" >&2
+        exit 2
+    fi
+    mkdir -p "$1"
+    : >"$1/.torchtitan_dmuon"
+}
+claim "$OUT"
 OUT=$(cd "$OUT" && pwd)   # relative to where the caller is, before leaving it
 ensure_venv
 cd "$ROOT"
@@ -62,9 +72,15 @@ launch() {   # launch CONFIG FLAGS...: CPU ranks fork from one import, which sav
 }
 
 train() {   # train NAME: one run in $OUT/NAME
-    local name=$1 log=$OUT/$1/train.log
-    rm -rf "${OUT:?}/$name"   # a checkpoint left there would be resumed instead of trained
-    mkdir -p "$OUT/$name"
+    local name=$1 log=$OUT/$1/train.log entry
+    claim "$OUT/$name"
+    for entry in "$OUT/$name"/*; do   # a checkpoint left there would be resumed instead of trained
+        case ${entry##*/} in
+            checkpoint | tb | structured_logs | config*.toml | ownership_plan*.json | train.log) rm -rf "$entry" ;;
+            '*') ;;
+            *) echo "$entry is not of a quickstart: move it away, or choose another --out" >&2; exit 2 ;;
+        esac
+    done
     echo "$name: $STEPS steps on $ranks processes ($replicas x $shards, $dtype), full log in $log"
     if ! launch "train_configs/debug_$name.toml" \
         --dump_folder "$OUT/$name" --training.steps "$STEPS" --training.mixed_precision_param "$dtype" \

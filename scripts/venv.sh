@@ -39,6 +39,10 @@ ensure_venv() {
         return
     fi
     if [ ! -x "$VENV_PYTHON" ]; then
+        if [ ! -e "$VENV/pyvenv.cfg" ] && [ -n "$(ls -A "$VENV" 2>/dev/null)" ]; then
+            echo "VENV=$VENV holds other files and is left as it is: name a new folder" >&2
+            return 2
+        fi
         echo "making $VENV with $("$python" --version)"
         "$python" -m venv "$VENV" || { echo "'$python -m venv' failed (on Debian: install python3-venv)" >&2; return 2; }
     fi

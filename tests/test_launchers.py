@@ -227,6 +227,16 @@ def test_an_old_python_is_refused(fake_clone, stubs):
     assert done.returncode == 2 and "older than Python 3.11" in done.stderr
 
 
+def test_no_environment_is_made_among_other_files(fake_clone, stubs):
+    clone, interpreter = fake_clone
+    _, calls, run = stubs
+    (clone / "mine").mkdir()
+    (clone / "mine" / "notes.txt").write_text("mine")
+    done = run(["bash", str(clone / "scripts/test.sh")], PYTHON=interpreter, VENV=str(clone / "mine"))
+    assert done.returncode == 2 and "mine holds other files" in done.stderr
+    assert not [call for call in calls() if "venv" in call] and len(list((clone / "mine").iterdir())) == 1
+
+
 def test_quickstart_forks_its_ranks_where_there_is_no_gpu(fake_clone, stubs, tmp_path):
     clone, interpreter = fake_clone
     _, calls, run = stubs
@@ -245,6 +255,8 @@ def test_quickstart_trains_three_alike_and_compares(fake_clone, stubs, tmp_path)
     env = dict(PYTHON=interpreter, VENV=str(clone / ".venv"))
     out = tmp_path / "my out"
     (out / "dmuon" / "checkpoint").mkdir(parents=True)
+    for folder in (out, out / "dmuon"):
+        (folder / ".torchtitan_dmuon").touch()
     command = ["bash", str(clone / "scripts/quickstart.sh"), "--steps", "12", "--out", "my out"]
     done = run(command, **env)
     assert done.returncode == 0, done.stderr
@@ -265,6 +277,31 @@ def test_quickstart_trains_three_alike_and_compares(fake_clone, stubs, tmp_path)
     assert done.returncode == 1 and "adamw failed" in done.stderr and "error: why" in done.stderr
     for wrong in (["--steps", "0"], ["--steps", "x"], ["--stepz"]):
         assert run([*command[:2], *wrong], **env).returncode == 2
+
+
+@pytest.mark.parametrize(
+    "held, marked",
+    [
+        ({"notes.txt": "mine"}, []),
+        ({"dmuon/checkpoint/weights": "mine"}, []),
+        ({"dmuon/checkpoint/weights": "mine"}, ["."]),
+        ({"adamw/notes.txt": "mine"}, [".", "adamw"]),
+    ],
+)
+def test_quickstart_removes_nothing_that_it_did_not_make(held, marked, fake_clone, stubs, tmp_path):
+    clone, interpreter = fake_clone
+    _, _, run = stubs
+    out = tmp_path / "out"
+    for name, text in held.items():
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).write_text(text)
+    for name in marked:
+        (out / name / ".torchtitan_dmuon").touch()
+    env = dict(PYTHON=interpreter, VENV=str(clone / ".venv"))
+    done = run(["bash", str(clone / "scripts/quickstart.sh"), "--out", str(out)], **env)
+    assert done.returncode == 2, done.stderr
+    assert "is left as it is" in done.stderr or "is not of a quickstart" in done.stderr
+    assert {name: (out / name).read_text() for name in held} == held
 
 
 def read(model: str, variant: str) -> dict:

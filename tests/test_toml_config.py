@@ -582,7 +582,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing_behind(write, tmp_path, one_
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(toml_config.os, "replace", full)
+    monkeypatch.setattr(os, "replace", full)
     out = tmp_path / "out"
     assert train.main(["--config", write(""), "--dump_folder", str(out)]) == 2
     said = capsys.readouterr().err
@@ -765,7 +765,7 @@ def test_line_numbers_of_awkward_toml():
 def test_the_saved_file_gives_the_same_config(write, tmp_path, tables):
     run = toml_config.load(write(tables))
     document, left_out = toml_config.document(run)
-    path = toml_config.save(document, left_out, str(tmp_path / "dump"), ["a change"])
+    (path,) = toml_config.save(document, left_out, str(tmp_path / "dump"), ["a change"])
     again = toml_config.load(path)
     assert (again.source.module, again.source.config) == ("llama3", "llama3_debugmodel")
     for field in dataclasses.fields(run.config):
@@ -785,14 +785,14 @@ def test_two_runs_may_save_in_one_folder(tmp_path, monkeypatch):
         rename(source, target)
 
     monkeypatch.setattr(os, "replace", meanwhile)
-    path = toml_config.save({"steps": 1}, [], str(tmp_path))
+    (path,) = toml_config.save({"steps": 1}, [], str(tmp_path))
     assert tomli.loads(pathlib.Path(path).read_text()) == {"steps": 1} and os.listdir(tmp_path) == ["config.toml"]
 
 
 def test_flags_are_in_the_saved_file(write, tmp_path):
     run = toml_config.parse(["--config", write(""), "--training.steps", "9"])
-    path = toml_config.save(*toml_config.document(run), str(tmp_path / "dump"))
-    assert toml_config.load(path).config.training.steps == 9
+    (path,) = toml_config.save(*toml_config.document(run), str(tmp_path / "dump"))
+    assert toml_config.load(str(path)).config.training.steps == 9
 
 
 # --- which group takes what ---------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """The `dmuon` command: one name per tool, each in its own module.
 
-Decides only which module a sub-command runs, and where each may write. A tool is imported when it is called, so
-that `dmuon compare` needs no TorchTitan and a tool that this version lacks is refused by name.
+Decides only which module a sub-command runs. A tool is imported when it is called, so that `dmuon compare` needs no
+TorchTitan and a tool that this version lacks is refused by name.
 """
 
 from __future__ import annotations
@@ -9,11 +9,8 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
-import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 # name -> (module with main(argv, prog) -> exit code, one line of help)
 COMMANDS = {
@@ -41,25 +38,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"dmuon: {args.command!r} is not built yet in this version", file=sys.stderr)
         return 2
     return importlib.import_module(module).main(args.arguments, prog=f"dmuon {args.command}")
-
-
-def prepare_outputs(picture: Path | None, *others: Path | None) -> None:
-    """Before any work: make the folders of the files that are asked for. ValueError for a path that is a folder, and
-    for a picture of an unknown kind; OSError where a folder cannot be made."""
-    if picture is not None:
-        from matplotlib.figure import Figure
-
-        formats = Figure().canvas.get_supported_filetypes()
-        if picture.suffix.lower().removeprefix(".") not in formats:
-            raise ValueError(f"--plot {picture}: expected a file that ends in one of .{', .'.join(sorted(formats))}")
-    for path in filter(None, (picture, *others)):
-        if path.is_dir():
-            raise ValueError(f"{path} is a folder: expected a file to write")
-        path.parent.mkdir(parents=True, exist_ok=True)
-
-
-def write_json(path: Path, data: Any) -> None:
-    path.write_text(json.dumps(data, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torchtitan_dmuon.cli import prepare_outputs, write_json
+from torchtitan_dmuon.outputs import add_output_arguments, prepare_outputs, save_picture, write_json
 
 # Scalar names of torchtitan 0.3.0 (components/metrics.py); tokens per second are per rank.
 LOSS = "loss_metrics/global_avg_loss"
@@ -294,7 +294,7 @@ def plot(runs: Sequence[Run], skip: int, path: Path) -> None:
     where.set(title="where the time of a step went (x: tokens/s to the first)", xlabel="seconds")
     where.set_xlim(0, 1.35 * max(left))
     where.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=3, frameon=False)
-    figure.savefig(path, dpi=110)
+    save_picture(figure, path, dpi=110)
 
 
 def build_parser(prog: str) -> argparse.ArgumentParser:
@@ -304,8 +304,7 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("runs", nargs="+", metavar="RUN_DIR", type=Path, help="dump folder of a run")
     parser.add_argument("--skip", type=int, default=5, metavar="N", help="leave out the first N steps (default: 5)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures as JSON")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="also draw losses, step times and their parts")
+    add_output_arguments(parser)
     return parser
 
 
@@ -315,7 +314,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "dmuon compare") -> int:
     try:
         if args.skip < 0:
             raise CompareError(f"--skip {args.skip}: expected 0 or more steps")
-        prepare_outputs(args.plot, args.json)
+        prepare_outputs(args.plot, args.json, overwrite=args.overwrite)
         runs, notes = compare(args.runs, args.skip)
         print_table(runs, notes, args.skip)
         if args.json is not None:

@@ -7,6 +7,7 @@ Decides: how a plan is shown, what is worth a warning, and how costs are measure
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import re
 import statistics
@@ -20,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchtitan_dmuon.cli import prepare_outputs, write_json
 from torchtitan_dmuon.footprint import PHASES, Footprint, Options, footprint, lay_out
+from torchtitan_dmuon.outputs import add_output_arguments, prepare_outputs, save_picture, write_json
 from torchtitan_dmuon.packing import packing_bound
 from torchtitan_dmuon.topology import Topology
 
@@ -203,7 +204,7 @@ def calibrate(planned: Planned, path: Path, device: torch.device) -> dict[str, d
             shape: "gram" if each["gram"] <= 0.9 * each["standard"] else "standard" for shape, each in seconds.items()
         }
         table = {shape: seconds[shape][form] for shape, form in chosen.items()} | {"forms": chosen}
-    write_json(path, table)
+    path.write_text(json.dumps(table, indent=2) + "\n")  # no mark: hours of measuring are overwritten on demand alone
     return seconds
 
 
@@ -354,7 +355,7 @@ def plot(planned: Planned, path: Path) -> None:
     phases.set_yticks([0, 1], ["DMuon", "AdamW"])
     phases.set(title="bytes between nodes per step, all ranks", xlabel="GB")
     phases.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=3, frameon=False)
-    figure.savefig(path, dpi=110)
+    save_picture(figure, path, dpi=110)
 
 
 # ---- command ----
@@ -375,8 +376,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="G",
         help="default: the file's, else 8 (simulate: the cluster's)",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures as JSON")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="also draw a picture")
+    add_output_arguments(parser)
 
 
 def run_with_config(
@@ -390,7 +390,7 @@ def run_with_config(
 
     run = None
     try:
-        prepare_outputs(args.plot, args.json, *outputs)
+        prepare_outputs(args.plot, args.json, *outputs, overwrite=args.overwrite)
         module = ["--module", args.module] if args.module else []
         run = toml_config.parse([*module, "--config", args.config, *flags])
         body(run.config)

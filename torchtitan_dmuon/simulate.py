@@ -8,14 +8,12 @@ leaves out is listed in docs/planning.md.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchtitan_dmuon.cli import write_json
 from torchtitan_dmuon.events import trace_events
 from torchtitan_dmuon.footprint import (
     MASTER_BYTES,
@@ -29,6 +27,7 @@ from torchtitan_dmuon.footprint import (
     uses_collectives,
 )
 from torchtitan_dmuon.newton_schulz import flops, workspace_bytes
+from torchtitan_dmuon.outputs import save_picture, write_json
 from torchtitan_dmuon.ownership import OwnershipPlan, assign
 from torchtitan_dmuon.plan import add_config_arguments, run_with_config
 from torchtitan_dmuon.step_model import (
@@ -327,7 +326,7 @@ def plot(points: Sequence[dict[str, Any]], path: Path) -> None:
     for axes in (seconds, ratio):
         axes.grid(alpha=0.3)
         axes.legend()
-    figure.savefig(path, dpi=110)
+    save_picture(figure, path, dpi=110)
 
 
 # ---- command ----
@@ -391,7 +390,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "dmuon simulate") -> int
             plot(points, args.plot)
         if args.trace is not None:
             tracks = [trace_events(s.tasks, name, i) for i, (name, (s, _)) in enumerate(results.items())]
-            args.trace.write_text(json.dumps({"traceEvents": [event for track in tracks for event in track]}))
+            write_json(args.trace, {"traceEvents": [event for track in tracks for event in track]})
 
     return run_with_config(prog, args, flags, body, args.trace)
 

@@ -14,8 +14,10 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
+from torchtitan_dmuon.outputs import refuse_unlike
 from torchtitan_dmuon.titan import platform, toml_config
 from torchtitan_dmuon.titan.config import ConfigError
 
@@ -69,6 +71,7 @@ def _checked(run: toml_config.Run) -> list[str]:
     try:
         with _dump_folder_is_usable():
             os.makedirs(run.config.dump_folder, exist_ok=True)
+            _refuse_foreign_files(run.config)
         checks.check_run(run.config, int(os.environ["WORLD_SIZE"]))
         settled = checks.settle(run.config)
         tables, left_out = toml_config.document(run)  # before this machine adapts it
@@ -77,19 +80,29 @@ def _checked(run: toml_config.Run) -> list[str]:
         lines = [f"config: {line}" for line in (*settled, *adapted)]
         if os.environ["RANK"] == "0":
             with _dump_folder_is_usable():
-                path = toml_config.save(tables, left_out, run.config.dump_folder, adapted)
+                path, *kept = toml_config.save(tables, left_out, run.config.dump_folder, adapted)
             lines.append(f"config saved in {path}")
+            lines += [f"an earlier start in this folder had another one, now {path.name}" for path in kept]
     except ConfigError as error:
         raise run.source.locate(error) from None
     return lines
 
 
+def _refuse_foreign_files(config: Any) -> None:
+    """ValueError for a file in the place of one that this run writes or renames, and that no run wrote."""
+    marks = {toml_config.SAVED_NAME: toml_config.HEAD, "ownership_plan.json": '"digest"'}
+    if config.debug.save_config_file:
+        marks[config.debug.save_config_file] = '"hf_assets_path"'
+    for name, mark in marks.items():
+        refuse_unlike(Path(config.dump_folder, name), mark)
+
+
 @contextlib.contextmanager
 def _dump_folder_is_usable() -> Iterator[None]:
-    """An OSError of the block as a ConfigError."""
+    """An OSError or ValueError of the block as a ConfigError."""
     try:
         yield
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"dump_folder cannot be used: {error}", "dump_folder") from None
 
 

@@ -10,11 +10,9 @@ Planned figures are `footprint.py`'s, what `dmuon plan` prints, for variants tha
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +21,7 @@ import torch._dynamo  # noqa: F401  (the runtime's hooks use it: imported once, 
 from scripts.netlab.lab import run_on_loopback
 from torchtitan_dmuon.footprint import Footprint, footprint
 from torchtitan_dmuon.loads import Loads
+from torchtitan_dmuon.outputs import add_output_arguments, parse_args, write_json
 from torchtitan_dmuon.simulate import lay_out
 
 from .measure import Bench
@@ -87,8 +86,8 @@ def rows() -> list[dict[str, Any]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m scripts.bench.bytes", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args(argv)
+    add_output_arguments(parser, picture=False)
+    args = parse_args(parser, argv)
     torch.set_num_threads(1)
     found = rows()
     print("accumulation  variant      MB planned  measured  ratio   busiest link planned  measured  ratio")
@@ -97,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         link = f"{r['planned_busiest_link_bytes'] / 1e6:20.3f}  {r['measured_busiest_link_bytes'] / 1e6:8.3f}"
         print(f"{r['accumulation']:12}  {r['variant']:11}  {total}   {link}  {r['busiest_link_ratio']:.3f}")
     if args.json:
-        args.json.write_text(json.dumps({"rows": found}, indent=1) + "\n")
+        write_json(args.json, {"rows": found})
     return 0
 
 

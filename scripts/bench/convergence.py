@@ -26,6 +26,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from torchtitan_dmuon.outputs import add_output_arguments, claim, parse_args, save_picture, write_json  # noqa: E402
+
 # One process is enough for what is asked here, and gives every method the same batches.
 FILES = {"adamw": "debug_adamw", "muon": "debug_gather_muon", "dmuon": "debug_dmuon"}
 SEQUENCES = 4  # of a step
@@ -77,7 +79,7 @@ class Runs:
         argv = [str(word) for key, value in flags.items() for word in (f"--{key}", value)] + ["--validator.enable"]
         print(f"{folder.name} ...", flush=True)
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-        folder.mkdir(parents=True, exist_ok=True)
+        claim(folder, "this bench")
         log, kept = os.open(folder / "log.txt", os.O_WRONLY | os.O_CREAT), (os.dup(1), os.dup(2))
         for stream in (1, 2):
             os.dup2(log, stream)
@@ -211,7 +213,7 @@ def plot(figures: dict, path: Path) -> None:
     by_step.set(xlabel="step", ylabel="held-out loss")
     by_time.set(xlabel="seconds of training, one process, at the median step")
     by_step.legend()
-    figure.savefig(path, dpi=110)
+    save_picture(figure, path, dpi=110)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -224,9 +226,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--adamw-rates", type=numbers, default=[8e-4, 1.6e-3, 3.2e-3, 6.4e-3, 1.28e-2])
     parser.add_argument("--matrix-rates", type=numbers, default=[1e-2, 2e-2, 4e-2, 8e-2])
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no run after this long")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", type=Path)
-    args = parser.parse_args(argv)
+    add_output_arguments(parser)
+    args = parse_args(parser, argv)
 
     os.chdir(ROOT)  # the configurations name the data relative to it
     try:
@@ -241,7 +242,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 3
     print_tables(figures)
     if args.json:
-        args.json.write_text(json.dumps(figures, indent=1))
+        write_json(args.json, figures)
     if args.plot:
         plot(figures, args.plot)
     return 0

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib.util
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -33,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from torchtitan_dmuon.newton_schulz import NewtonSchulz, compute_dtype, flops  # noqa: E402
 from torchtitan_dmuon.ns_execution import Execution, orthogonalize  # noqa: E402
+from torchtitan_dmuon.outputs import add_output_arguments, parse_args, save_picture, write_json  # noqa: E402
 
 # Largest relative difference between two implementations of one case that is rounding: float32, bfloat16.
 AGREE = {torch.float32: 1e-4, torch.bfloat16: 8e-2, torch.float16: 8e-2}
@@ -234,7 +234,7 @@ def plot(rows: Sequence[dict], path: Path) -> None:
     axes.set_xticks(range(len(cases)), [f"{b} x {m}x{n} {d}" for m, n, b, d in cases], rotation=90, fontsize=7)
     axes.set(yscale="log", ylabel="milliseconds", title="Newton-Schulz, one call")
     axes.legend()
-    figure.savefig(path, dpi=120)
+    save_picture(figure, path, dpi=120)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -253,9 +253,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=4, help="rounds of timing per case, at least")
     parser.add_argument("--case-seconds", type=float, default=6.0, help="leave out cases that would take longer")
     parser.add_argument("--compiled", action="store_true", help="time ours through torch.compile too")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", type=Path)
-    args = parser.parse_args(argv)
+    add_output_arguments(parser)
+    args = parse_args(parser, argv)
     if args.quick:
         vars(args).update(QUICK)
 
@@ -287,9 +286,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     )
     print_table(rows, peaks, left_out)
     if args.json:
-        args.json.write_text(
-            json.dumps({"rows": rows, "matmul_peak_flops_per_second": peaks, "left_out": left_out}, indent=1)
-        )
+        write_json(args.json, {"rows": rows, "matmul_peak_flops_per_second": peaks, "left_out": left_out})
     if args.plot:
         plot(rows, args.plot)
     return 0

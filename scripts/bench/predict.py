@@ -21,6 +21,7 @@ from typing import Any
 
 from torchtitan_dmuon.footprint import Group, Options, lay_out
 from torchtitan_dmuon.newton_schulz import NewtonSchulz
+from torchtitan_dmuon.outputs import add_output_arguments, parse_args, write_json
 from torchtitan_dmuon.ownership import MeshSpec, OwnershipPlan, assign
 from torchtitan_dmuon.runtime.selection import group_units, parameter_slots, select_specs
 from torchtitan_dmuon.simulate import DMUON, place, read_cluster
@@ -156,8 +157,8 @@ def compare(result: dict[str, Any]) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m scripts.bench.predict", description=__doc__.split("\n\n")[0])
     parser.add_argument("run", type=Path, help="JSON of throughput: regime a, b or sweep")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args(argv)
+    add_output_arguments(parser, picture=False)
+    args = parse_args(parser, argv)
     result = json.loads(args.run.read_text())
     if result["regime"] == "g":
         parser.error("regime g has no links between nodes: give a run of regime a, b or sweep")
@@ -175,7 +176,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{name:20}" + "".join(f"{cell:>24}" for cell in cells))
     print(f"median error {found['median_error']:.1%} (bar {BAR:.0%}), largest {found['largest_error']:.1%}")
     if args.json:
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+        write_json(args.json, found)
     return 0 if found["median_error"] <= BAR + 1e-9 else 1
 
 

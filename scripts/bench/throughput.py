@@ -10,7 +10,6 @@ on one node. Timings need a quiet machine; the share that was idle before the ru
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ import torch
 import torch._dynamo  # noqa: F401  (the runtime's hooks use it: imported once, before ranks are forked)
 
 from scripts.netlab.lab import Lab, LabForbidden, RankFailed, run_on_loopback
+from torchtitan_dmuon.outputs import add_output_arguments, parse_args, save_picture, write_json
 
 from . import regimes
 from .measure import describe, summarize
@@ -57,14 +57,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--no-memory", action="store_true", help="leave out the peak memory, which needs runs of its own"
     )
     parser.add_argument("--limit", type=float, default=1800, help="seconds until all ranks are ended (default 1800)")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", type=Path)
+    add_output_arguments(parser)
     for f in fields(Settings):
         if f.type == "bool":
             parser.add_argument(f"--{f.name}", action="store_true", default=None)
         else:
             parser.add_argument(f"--{f.name.replace('_', '-')}", type=int if f.type == "int" else float)
-    args = parser.parse_args(argv)
+    args = parse_args(parser, argv)
     if args.rounds < 1 or args.steps < 1:
         parser.error("--rounds and --steps must be at least 1")
     names = args.variants.split(",") if args.variants else list(DEFAULT[args.regime])
@@ -236,7 +235,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
         axes.set(ylabel="seconds per step")
         axes.tick_params(axis="x", rotation=25)
         axes.legend()
-    figure.savefig(path, dpi=150)
+    save_picture(figure, path, dpi=150)
     pyplot.close(figure)
 
 
@@ -262,7 +261,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         idle = 100 * result["idle_before"]
         print(f"WARNING: the machine was only {idle:.0f} % idle before the run: these times are no figures")
     if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+        write_json(args.json, result)
     if args.plot:
         plot(result, args.plot)
     return 0

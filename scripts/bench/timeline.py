@@ -20,6 +20,7 @@ import torch._dynamo  # noqa: F401  (the runtime's hooks use it: imported once, 
 import torch.distributed as dist
 
 from scripts.netlab.lab import Lab, LabForbidden, RankFailed
+from torchtitan_dmuon.outputs import OVERWRITE, parse_args, save_picture
 from torchtitan_dmuon.runtime.transport import PHASES
 from torchtitan_dmuon.runtime.unit import Unit
 
@@ -99,16 +100,17 @@ def draw(spans: Sequence[Span], title: str, path: Path) -> None:
             axes.text((begin + end) / 2, y, label, ha="center", va="center", fontsize=7)
     axes.set_yticks(range(len(ROWS), 0, -1), ROWS)
     axes.set(xlabel="seconds", title=title)
-    figure.savefig(path, dpi=150)
+    save_picture(figure, path, dpi=150)
     pyplot.close(figure)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m scripts.bench.timeline", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--plot", type=Path, required=True)
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", required=True)
+    parser.add_argument("--overwrite", action="store_true", help=OVERWRITE)
     parser.add_argument("--wire-over-compute", type=float, default=0.5)
     parser.add_argument("--variant", choices=VARIANTS, default="dmuon")
-    args = parser.parse_args(argv)
+    args = parse_args(parser, argv)
     torch.set_num_threads(1)
     try:
         with Lab(2) as lab:

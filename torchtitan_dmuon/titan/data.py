@@ -27,9 +27,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from torchtitan_dmuon.outputs import refuse_foreign
+
 DATASET = "python_stdlib"
 HELD_OUT = "python_stdlib_validation"  # the last sixteenth of the documents, which DATASET leaves out
 DEFAULT_FOLDER = "./outputs/python_stdlib"
+MAKER = "`dmuon prepare-data`"
 VOCAB_SIZE = 2048
 BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
 
@@ -117,8 +120,10 @@ def prepare(out: str | os.PathLike[str], *, root: Path | None = None, vocab_size
     """
     folder = Path(out)
     if _made(folder) is None:
-        _refuse_foreign(folder)
+        refuse_foreign(folder, MAKER)
         place = folder.resolve()  # of a link to an empty folder, that folder
+        if place == Path.cwd():
+            raise ValueError(f"{folder} is the current folder: name a new one in it")
         place.parent.mkdir(parents=True, exist_ok=True)
         with _one_at_a_time(place.parent):
             if _made(folder) is None:  # another process may have finished while this one waited
@@ -140,20 +145,6 @@ def _made(folder: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return made if isinstance(made, dict) and made.keys() >= _MARKER_KEYS else None
-
-
-def _refuse_foreign(folder: Path) -> None:
-    if folder.is_dir():
-        held = sorted(os.listdir(folder))
-        if held:
-            raise ValueError(
-                f"{folder} holds other files ({', '.join(held[:3])}{', ...' if held[3:] else ''}) and is left as it "
-                "is: expected a new or empty folder, or one that `dmuon prepare-data` made"
-            )
-    elif folder.exists():
-        raise ValueError(f"{folder} is a file: expected a folder to make")
-    if folder.resolve() == Path.cwd():  # it is made elsewhere and renamed
-        raise ValueError(f"{folder} is the current folder: name a new one in it")
 
 
 @contextlib.contextmanager
@@ -194,7 +185,7 @@ def _make(place: Path, root: Path, vocab_size: int) -> None:
             os.rename(unfinished, place)
         except OSError:
             if _made(place) is None:  # else another machine was faster
-                _refuse_foreign(place)
+                refuse_foreign(place, MAKER)
                 raise
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)  # made above; gone once it has its name

@@ -14,23 +14,24 @@ import importlib
 import io
 import itertools
 import logging
-import os
+import pathlib
 import re
 import sys
 import types
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import tomli
 import tomli_w
 
+from torchtitan_dmuon.outputs import write_keeping
 from torchtitan_dmuon.titan.config import ConfigError, DMuonConfig, to_dmuon_config, with_dmuon_optimizer
 from torchtitan_dmuon.titan.tables import Merger, Path, mentioned, nearest, noun, to_table
 from torchtitan_dmuon.titan.toml_lines import key_lines
 
 JOB_KEYS = ("module", "config")
 SAVED_NAME = "config.toml"  # in the dump folder
+HEAD = "# The configuration of this run."  # how a saved file begins, and how it is known for ours
 
 
 @dataclasses.dataclass
@@ -275,24 +276,19 @@ def document(run: Run) -> tuple[dict[str, Any], list[str]]:
     return {**plain, "job": job, **sections}, left_out
 
 
-def save(tables: dict[str, Any], left_out: Sequence[str], folder: str, changes: Sequence[str] = ()) -> str:
-    """Write a :func:`document` as ``folder/config.toml``, which runs again as it is, and return its path.
+def save(
+    tables: dict[str, Any], left_out: Sequence[str], folder: str, changes: Sequence[str] = ()
+) -> list[pathlib.Path]:
+    """Write a :func:`document` as ``folder/config.toml``, which runs again as it is. Returns its path, and behind it
+    that of an earlier start's, where that was another one: it is kept under a number.
 
     ``changes`` (what this machine made of the settings) go into the head as comments: another machine decides anew.
     """
-    head = ["The configuration of this run. It runs again with --config THIS_FILE, on as many ranks."]
+    head = [f"{HEAD[2:]} It runs again with --config THIS_FILE, on as many ranks."]
     head += [f"Set by this machine, not by the file: {line}" for line in changes]
     head += [f"Not expressible in TOML, taken from the registry config: {key}" for key in left_out]
     text = "".join(f"# {line}\n" for line in head) + "\n" + tomli_w.dumps(tables)
-    os.makedirs(folder, exist_ok=True)
-    path = os.path.join(folder, SAVED_NAME)
-    unfinished = f"{path}.{uuid.uuid4().hex}.tmp"  # of this run alone: others may save in the same folder
-    try:
-        with open(unfinished, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(unfinished, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            os.remove(unfinished)
-        raise
-    return path
+    path = pathlib.Path(folder, SAVED_NAME)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kept = write_keeping(path, text)
+    return [path] if kept is None else [path, kept]

@@ -10,6 +10,7 @@ import copy
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torchtitan.components.validate import Validator
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
+from torchtitan_dmuon.outputs import write_keeping
 from torchtitan_dmuon.runtime.owned import OwnedMatrices
 from torchtitan_dmuon.titan import checks, seams
 from torchtitan_dmuon.titan.config import ConfigError, DMuonConfig, retype, uses_dmuon
@@ -100,10 +102,9 @@ class DMuonTrainer(Trainer):
     def _save_plan(self, owned: OwnedMatrices) -> None:
         if dist.get_rank() != 0:
             return
-        os.makedirs(self.config.dump_folder, exist_ok=True)
-        path = os.path.join(self.config.dump_folder, "ownership_plan.json")
-        with open(path, "w") as f:
-            f.write(owned.plan.to_json())
+        path = Path(self.config.dump_folder, "ownership_plan.json")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_keeping(path, owned.plan.to_json())
         plan = owned.plan.summary()
         logger.info(
             f"ownership plan: {plan['matrices']} matrices in {plan['pieces']} pieces, {plan['riders']} riders, largest "
