@@ -76,7 +76,7 @@ train() {   # train NAME: one run in $OUT/NAME
     claim "$OUT/$name"
     for entry in "$OUT/$name"/*; do   # a checkpoint left there would be resumed instead of trained
         case ${entry##*/} in
-            checkpoint | tb | structured_logs | config*.toml | ownership_plan*.json | train.log) rm -rf "$entry" ;;
+            checkpoint | tb | comm_traces | structured_logs | config*.toml | ownership_plan*.json | train.log) rm -rf "$entry" ;;
             '*') ;;
             *) echo "$entry is not of a quickstart: move it away, or choose another --out" >&2; exit 2 ;;
         esac

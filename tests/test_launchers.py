@@ -315,6 +315,8 @@ def test_every_model_has_its_twins_and_nothing_else():
 @pytest.mark.parametrize("model", MODELS)
 def test_twins_differ_in_the_optimizer_tables_alone(model):
     adamw, gather, dmuon = (read(model, v) for v in VARIANTS)
+    folders = [twin.pop("dump_folder") for twin in (adamw, gather, dmuon)]
+    assert folders == [f"./outputs/{model}_{variant}" for variant in VARIANTS]  # none resumes or replaces another's run
     groups = [twin["optimizer"].pop("param_groups") for twin in (adamw, gather, dmuon)]
     assert dmuon.pop("dmuon", None) == ({"holders": "node"} if model in ("llama3_70b", "qwen3_32b") else None)
     assert adamw == gather == dmuon
