@@ -8,9 +8,11 @@ it needs, and they are waited for where the task runs. A ticket keeps its task's
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -57,6 +59,21 @@ class _CpuTicket:
         return self._value
 
 
+_lanes: weakref.WeakSet[CpuLane] = weakref.WeakSet()  # those whose threads run
+_EXIT_SECONDS = 10.0
+
+
+def _finish_lanes() -> None:
+    """Before the interpreter ends: what was submitted is sent. A daemon thread that comes back from a collective into
+    an interpreter that is gone aborts the process. Bounded, for a rank that failed has work that nobody answers."""
+    deadline = time.monotonic() + _EXIT_SECONDS
+    lanes = list(_lanes)
+    for lane in lanes:
+        lane.close(wait_seconds=0)
+    for lane in lanes:
+        lane.close(max(0.0, deadline - time.monotonic()))
+
+
 class CpuLane:
     """A daemon thread that runs tasks in order. After a failed task every later one fails with the same error: the
     ranks no longer agree on what was sent."""
@@ -66,6 +83,10 @@ class CpuLane:
         self._tasks = queue.SimpleQueue()
         self._threads = torch.get_num_threads()
         self._thread = threading.Thread(target=self._run, name=f"dmuon-{name}", daemon=True)
+        if not _lanes:
+            atexit.unregister(_finish_lanes)
+            atexit.register(_finish_lanes)
+        _lanes.add(self)
         self._thread.start()
 
     def _run(self) -> None:
@@ -91,9 +112,9 @@ class CpuLane:
         self._tasks.put((task, tuple(after), ticket))
         return ticket
 
-    def close(self) -> None:
+    def close(self, wait_seconds: float = 5.0) -> None:
         self._tasks.put(None)
-        self._thread.join(timeout=5)
+        self._thread.join(wait_seconds)
 
 
 class _CudaTicket:
