@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -111,32 +112,40 @@ def test_run_train_defaults_registry_and_exit_code(stubs):
     assert run([script], MODULE="llama3").returncode != 0 and len(calls()) == 2  # CONFIG is missing
 
 
+# What srun is told to run on one node of two, on which `hostname` prints $NAME and $INTERFACES.
 SRUN = """
 while [ $# -gt 0 ]; do case $1 in -w) shift 2 ;; -*) shift ;; *) break ;; esac; done
-[ "$1" = hostname ] && echo "${ADDRESSES:-127.0.1.1 10.1.2.3 fe80::1}" || exit "${STEP_RC:-0}"
+export BATCH_PID=$PPID
+"$@"
+"""
+HOSTNAME = """
+case $1 in --ip-address) echo "$NAME" ;; --all-ip-addresses) echo "$INTERFACES" ;; *) echo node07 ;; esac
 """
 
 
 def submit(stubs, *args, **env):
     add, calls, run = stubs
-    torchrun = add("torchrun")
+    torchrun = add("torchrun", 'if [ -n "${STEP:-}" ]; then eval "$STEP"; fi; exit "${STEP_RC:-0}"')
     add("srun", SRUN)
+    add("hostname", HOSTNAME)
     add("scontrol", "printf 'node07\\nnode08\\n'")
     shutil.copytree(CONFIGS, Path(torchrun).parent.parent / "train_configs", dirs_exist_ok=True)
     allocation = dict(SLURM_JOB_ID="4711", SLURM_JOB_NODELIST="node[07-08]", SLURM_JOB_NUM_NODES="2")
+    allocation |= dict(NAME="127.0.1.1", INTERFACES="10.1.2.3 fe80::1")
     return run(["bash", str(ROOT / "scripts/slurm/train.sbatch"), *args], **allocation | env), calls()
 
 
 def test_slurm_meets_at_the_head_node(stubs, tmp_path):
     done, calls = submit(stubs, "--training.steps", "5", SLURM_GPUS_ON_NODE="4", SLURM_SUBMIT_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr
-    _, address, job = calls
-    assert flag(address, "-w") == "node07" and "hostname" in address
-    assert "--cpu-bind=none" in job and "--kill-on-bad-exit=1" in job
-    assert any(a.startswith("--output=outputs/slurm-4711/%N") for a in job)
+    address, preflight, job = (call for call in calls if call[0] == "srun")
+    assert flag(address, "-w") == "node07"
+    assert "--cpu-bind=none" in job and "--kill-on-bad-exit=1" in job and "--kill-on-bad-exit=1" in preflight
+    assert "--output=outputs/slurm-4711/%N.log" in job and "--open-mode=append" in job  # a job may be queued again
     assert (tmp_path / "outputs/slurm-4711").is_dir()
+    (job,) = (call for call in calls if call[0] == "torchrun")
     assert (flag(job, "--nnodes"), flag(job, "--nproc-per-node"), flag(job, "--rdzv-id")) == ("2", "4", "4711")
-    assert flag(job, "--rdzv-endpoint") == f"10.1.2.3:{29500 + 711}"  # not the loopback name, not IPv6
+    assert flag(job, "--rdzv-endpoint") == f"10.1.2.3:{29500 + 711}" and flag(job, "--local-addr") == "10.1.2.3"
     assert job[job.index("-m") + 1 :][:5] == [
         "torchtitan_dmuon.train",
         "--config",
@@ -146,13 +155,88 @@ def test_slurm_meets_at_the_head_node(stubs, tmp_path):
     ]
 
 
+@pytest.mark.parametrize(
+    "name, interfaces, nodes, given, found",
+    [
+        ("10.1.2.3", "10.1.2.3", 2, "", "10.1.2.3"),
+        ("127.0.1.1", "10.1.2.3 172.17.0.1 fe80::1", 2, "", "10.1.2.3"),  # Debian
+        ("127.0.1.1 10.9.9.9 fe80::1", "10.1.2.3", 2, "", "10.9.9.9"),
+        ("::1 fe80::1", "10.1.2.3", 2, "", "10.1.2.3"),
+        ("127.0.1.1", "", 2, "", None),
+        ("127.0.1.1", "fe80::1", 32, "", None),
+        ("", "", 2, "", None),
+        ("127.0.1.1", "", 1, "", "127.0.0.1"),  # one machine alone
+        ("10.1.2.3", "10.1.2.3", 2, "192.168.7.1", "192.168.7.1"),
+        ("127.0.1.1", "", 2, "127.0.0.1", "127.0.0.1"),  # two nodes of a test on one machine
+    ],
+)
+def test_slurm_takes_an_address_that_others_reach(name, interfaces, nodes, given, found, stubs):
+    env = dict(NAME=name, INTERFACES=interfaces, HEAD_ADDRESS=given, SLURM_JOB_NUM_NODES=str(nodes))
+    done, calls = submit(stubs, **env)  # HEAD_ADDRESS empty: as if it were not set
+    jobs = [call for call in calls if call[0] == "torchrun"]
+    if found is None:
+        assert done.returncode == 2 and not jobs and len(done.stderr.strip().splitlines()) == 1
+        assert "node07" in done.stderr and "set HEAD_ADDRESS" in done.stderr
+    else:
+        assert done.returncode == 0 and flag(jobs[0], "--rdzv-endpoint").split(":")[0] == found
+
+
 def test_slurm_fails_early_in_words_and_passes_failures_on(stubs):
     done, calls = submit(stubs, CONFIG_FILE="nothing.toml")
     assert done.returncode == 2 and "nothing.toml" in done.stderr and not calls
-    done, calls = submit(stubs, ADDRESSES="fe80::1")
-    assert done.returncode == 2 and "no IPv4 address" in done.stderr and len(calls) == 2
-    done, _ = submit(stubs, ADDRESSES="127.0.1.1", STEP_RC="3")  # one machine alone: loopback will do
-    assert done.returncode == 3 and "127.0.1.1" in done.stdout
+    done, calls = submit(stubs, TORCHRUN="/no/torchrun")
+    assert done.returncode == 2 and "node07: no launcher /no/torchrun" in done.stderr
+    stubs[0]("nvidia-smi", "printf 'GPU 0\\nGPU 1\\n'")
+    done, calls = submit(stubs, GPUS_PER_NODE="4")
+    assert done.returncode == 2 and "node07: 2 GPUs, but 4 processes" in done.stderr
+    assert not [call for call in calls if call[0] == "torchrun"]
+    done, calls = submit(stubs, GPUS_PER_NODE="2", STEP_RC="3", SRUN_ARGS="--container-image=a --mpi=none")
+    assert done.returncode == 3 and "10.1.2.3" in done.stdout
+    (job,) = (call for call in calls if call[0] == "srun" and "--container-image=a" in call and "launch" in call)
+    assert "--mpi=none" in job
+
+
+@pytest.mark.parametrize("requeue", ["0", "1"])
+def test_slurm_queues_again_before_time_is_up_where_asked(requeue, stubs):
+    """Slurm signals the batch script alone (--signal=B:USR1); the ranks go on until the job ends."""
+    body = "kill -USR1 $BATCH_PID; sleep 0.3; exit 5"
+    done, calls = submit(stubs, REQUEUE=requeue, STEP=body)
+    assert done.returncode == 5 and "time is nearly up" in done.stdout
+    asked = [call[1:3] for call in calls if call[0] == "scontrol"][1:]
+    assert asked == ([["requeue", "4711"]] if requeue == "1" else [])
+
+
+@pytest.mark.parametrize(
+    "rank, master, listening, said",
+    [
+        (
+            2,
+            "127.0.0.1",
+            False,
+            "MASTER_ADDR = '127.0.0.1' in the environment is this node itself, where nothing listens",
+        ),
+        (2, "localhost", False, "this node itself"),
+        (2, "127.0.1.1", False, "this node itself"),
+        (2, "no.such.host.invalid", False, "is not known on this node"),
+        (2, "127.0.0.1", True, None),  # nodes emulated on one machine
+        (1, "127.0.1.1", False, None),  # on rank 0's node
+        (2, "192.0.2.1", False, None),  # another machine: torch's own timeouts
+    ],
+)
+def test_a_node_whose_master_is_itself_ends_in_words(rank, master, listening, said, monkeypatch):
+    pytest.importorskip("torchtitan")
+    from torchtitan_dmuon import train
+
+    monkeypatch.setattr(train, "_MASTER_WAIT_SECONDS", 0.3)
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        if listening:
+            server.listen()
+        values = dict(RANK=rank, WORLD_SIZE=4, LOCAL_RANK=rank % 2, LOCAL_WORLD_SIZE=2, MASTER_ADDR=master)
+        for name, value in (values | {"MASTER_PORT": server.getsockname()[1]}).items():
+            monkeypatch.setenv(name, str(value))
+        with pytest.raises(train.ConfigError, match=re.escape(said)) if said else contextlib.nullcontext():
+            train._default_environment()
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ Does not decide anything about training. Keeps: nothing that starts a process gr
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 import os
 import re
@@ -29,6 +30,7 @@ With a configuration, --help lists every key. docs/configuration.md explains the
 
 # torchrun ends all ranks when the first one fails; the one that speaks on each node must not be cut short.
 _SILENT_RANKS_WAIT_SECONDS = 2.0
+_MASTER_WAIT_SECONDS = 120.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -140,6 +142,7 @@ def _default_environment() -> bool:
     """Without a launcher, be rank 0 of 1. Returns whether that was so. ConfigError for variables that say no rank."""
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         _check_environment()
+        _check_master()
         return False
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -162,6 +165,29 @@ def _check_environment() -> None:
     if int(local) > int(world):
         both = f"LOCAL_WORLD_SIZE = {local}, WORLD_SIZE = {world}"
         raise ConfigError(f"{both} in the environment: expected no more on a node than in all")
+
+
+def _check_master() -> None:
+    """ConfigError on a node other than rank 0's where MASTER_ADDR is no machine, or is that node itself and nobody
+    answers: the ranks would wait for each other until their timeouts. (Nodes may be emulated on one machine.)"""
+    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if int(os.environ["RANK"]) < local or not address or not port.isdecimal():
+        return
+    try:
+        found = {str(info[4][0]) for info in socket.getaddrinfo(address, int(port), type=socket.SOCK_STREAM)}
+    except OSError as error:
+        raise ConfigError(f"MASTER_ADDR = {address!r} in the environment is not known on this node: {error}") from None
+    deadline = time.monotonic() + _MASTER_WAIT_SECONDS
+    while all(ipaddress.ip_address(each).is_loopback for each in found):
+        with contextlib.suppress(OSError), socket.create_connection((address, int(port)), timeout=1):
+            return
+        if time.monotonic() > deadline:
+            raise ConfigError(
+                f"MASTER_ADDR = {address!r} in the environment is this node itself, where nothing listens on port "
+                f"{port}: give the launcher an address of rank 0's node that this one reaches (torchrun --local-addr)"
+            )
+        time.sleep(0.2)
 
 
 if __name__ == "__main__":

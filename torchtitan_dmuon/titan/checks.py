@@ -147,9 +147,11 @@ def check_mesh(config: Any, world_size: int) -> None:
         shard = max(1, world_size // (replicate * others))
     if replicate * shard * others != world_size:
         rest = f" x {others} (context, tensor, pipeline)" if others > 1 else ""
+        copies, over = divmod(world_size, shard * others)
+        hint = "" if over else f"; with these shards: --parallelism.data_parallel_replicate_degree {copies}"
         raise ConfigError(
             f"the mesh of data_parallel_replicate_degree {replicate} x data_parallel_shard_degree {shard}{rest} has "
-            f"{replicate * shard * others} ranks, but the world has {world_size}",
+            f"{replicate * shard * others} ranks, but the world has {world_size}{hint}",
             "parallelism.data_parallel_replicate_degree"
             if mesh.data_parallel_shard_degree == -1
             else "parallelism.data_parallel_shard_degree",
