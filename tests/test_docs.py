@@ -4,7 +4,7 @@ A block that is not annotated is run or loaded: ```bash``` of `dmuon` commands (
 ```python``` as a program. What cannot be run like that says in an HTML comment before it how it is checked:
 
     <!-- check: exit N -->           the commands end with code N
-    <!-- check: launch -->           trainings: configuration, flags and mesh against the ranks that are started, and a plan
+    <!-- check: launch -->           trainings: configuration, flags and mesh fit the ranks started, and can be planned
     <!-- check: arguments -->        scripts that take long: they exist, and their parsers take the arguments
     <!-- check: programs N -->       Python: a program of N processes; run with, and without, its last lines that close
     <!-- check: ranks N ... -->      Python: on N ranks, in the page's order, after the lines of the comment
@@ -17,7 +17,6 @@ Any other block fails.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
 import importlib.util
 import os
@@ -269,7 +268,7 @@ def test_every_block_holds(page, clone, monkeypatch):
 
 BAD = {
     "an unknown command": "```bash\nmake all\n```",
-    "a training that is not annotated": "```bash\npython -m torchtitan_dmuon.local 4 --config train_configs/debug_dmuon.toml\n```",
+    "a training that is not annotated": "```bash\npython -m torchtitan_dmuon.local 4 --config a.toml\n```",
     "a wrong option": "```bash\ndmuon plan train_configs/debug_dmuon.toml --wold 4\n```",
     "a plan that fails": "```bash\ndmuon plan train_configs/none.toml --world 4\n```",
     "another code": "<!-- check: exit 3 -->\n```bash\ndmuon plan train_configs/none.toml --world 4\n```",
@@ -278,7 +277,7 @@ BAD = {
     "a flag that is none": "<!-- check: launch -->\n```bash\nNGPU=4 CONFIG_FILE=train_configs/debug_dmuon.toml "
     "scripts/run_train.sh --training.step 10\n```",
     "an option that a script lacks": "<!-- check: arguments -->\n```bash\nbash scripts/quickstart.sh --stepz 3\n```",
-    "an option that a bench lacks": "<!-- check: arguments -->\n```bash\npython -m scripts.bench.throughput --regimes a\n```",
+    "an option that a bench lacks": "<!-- check: arguments -->\n```bash\npython -m scripts.bench.bytes --jsn a\n```",
     "a key that is none": "```toml\n[training]\nstep = 3\n```",
     "no TOML": "```toml\n[training\n```",
     "a name that is none": "```python\nowned.close()\n```",

@@ -146,6 +146,9 @@ def test_slurm_meets_at_the_head_node(stubs, tmp_path):
     (job,) = (call for call in calls if call[0] == "torchrun")
     assert (flag(job, "--nnodes"), flag(job, "--nproc-per-node"), flag(job, "--rdzv-id")) == ("2", "4", "4711")
     assert flag(job, "--rdzv-endpoint") == f"10.1.2.3:{29500 + 711}" and flag(job, "--local-addr") == "10.1.2.3"
+    assert flag(job, "--rdzv-conf") == "is_host=1"
+    _, calls = submit(stubs, SLURM_NODEID="1")
+    assert flag([call for call in calls if call[0] == "torchrun"][-1], "--rdzv-conf") == "is_host=0"
     assert job[job.index("-m") + 1 :][:5] == [
         "torchtitan_dmuon.train",
         "--config",
