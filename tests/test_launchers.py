@@ -468,7 +468,7 @@ def test_configuration_page_has_every_key():
     assert set(re.findall(r"^\| `(\w+)` \|", table, flags=re.M)) == arguments | set(LAYOUT_OPTIONS)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/configuration.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/configuration.md", "docs/recipes.md"])
 def test_pages_name_files_that_exist(page):
     text = (ROOT / page).read_text()
     for name in re.findall(r"\b((?:scripts|train_configs|torchtitan_dmuon|docs)/[\w./-]*\w)", text):
