@@ -10,6 +10,7 @@ Shape suffixes: M rows, N columns of a matrix; B matrices of a batch.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -49,6 +50,29 @@ def muon_flops(
 ) -> int:
     """Newton-Schulz FLOPs of one step over pieces given as (shape [M, N], layout)."""
     return sum(flops(m, n, settings, device_type) for shape, layout in shapes for m, n in layout.shapes(shape))
+
+
+# Read when an update is applied, not when it is made.
+_OF_THE_STEP = ("params", "lr", "weight_decay", "adjust_lr_fn", "cautious_weight_decay", "row_beta")
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Updates [M, N] of a parameter's matrices made ahead of a step, and the options and momentum they are of."""
+
+    updates: list[torch.Tensor]
+    options: dict[str, Any]
+    momentum: torch.Tensor | None
+    version: int  # of the momentum's values
+
+    def serves(self, group: dict[str, Any], momentum: torch.Tensor | None) -> bool:
+        """Whether a step with this group and momentum would make the same."""
+        unchanged = momentum is self.momentum and (momentum is None or momentum._version == self.version)
+        return unchanged and _options_of_the_update(group) == self.options
+
+
+def _options_of_the_update(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in _OF_THE_STEP}
 
 
 @dataclass
@@ -105,7 +129,7 @@ class Muon(torch.optim.Optimizer):
             raise ValueError(f"batch_bytes must be an integer >= 0, got {batch_bytes!r}")
         self.batch_bytes = batch_bytes
         self.stats = StepStats()
-        self.prepared: Mapping[torch.Tensor, list[torch.Tensor]] = {}  # of `prepare`, for the next step
+        self.prepared: Mapping[torch.Tensor, Prepared] = {}  # of `prepare`, for the next step
         defaults = {
             "lr": lr,
             "weight_decay": weight_decay,
@@ -153,11 +177,14 @@ class Muon(torch.optim.Optimizer):
                     raise ValueError(
                         f"Muon needs dense gradients, got a sparse one for a parameter of {tuple(param.shape)}"
                     )
+                ahead = prepared.get(param)
+                if ahead is not None and not ahead.serves(group, self.state[param].get("momentum_buffer")):
+                    ahead = None
                 buffer = self._momentum(param, group)
                 _mix_into_(buffer, param.grad, group)
                 blocks = _blocks(group, lr, param, param.grad, buffer, self._row_moment(param, group))
-                if param in prepared:
-                    ready += [(*block, update_MN) for block, update_MN in zip(blocks, prepared[param], strict=True)]
+                if ahead is not None:
+                    ready += [(*block, update_MN) for block, update_MN in zip(blocks, ahead.updates, strict=True)]
                 else:
                     missing += blocks
         for key, block, update_MN in itertools.chain(
@@ -169,30 +196,32 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     @torch.no_grad()
-    def prepare(self, grads: Mapping[torch.Tensor, torch.Tensor]) -> dict[torch.Tensor, list[torch.Tensor]]:
+    def prepare(self, grads: Mapping[torch.Tensor, torch.Tensor]) -> dict[torch.Tensor, Prepared]:
         """Orthogonalized updates [M, N] of each matrix of these parameters, as a step with these gradients makes them.
 
-        Changes nothing. Put into ``prepared``, they serve the next step, and that one only; a parameter whose gradient
-        or momentum has changed since must not be among them. They take one element of the Newton-Schulz dtype for each
-        of the parameters', and while they are made as much again in the momentum's.
+        Changes nothing. Put into ``prepared``, they serve the next step, and that one only, where options and momentum
+        are still those; a parameter whose gradient has changed since must not be among them. They take one element of
+        the Newton-Schulz dtype for each of the parameters', and while they are made as much again in the momentum's.
         """
-        updates: dict[torch.Tensor, list[torch.Tensor]] = {}
+        prepared: dict[torch.Tensor, Prepared] = {}
         blocks: list[tuple[_BatchKey, tuple[torch.Tensor, int, _Block]]] = []
         for group in self.param_groups:
+            options = copy.deepcopy(_options_of_the_update(group))  # what others change meanwhile is not seen
             for param in (p for p in group["params"] if p in grads):
-                buffer = self.state.get(param, {}).get("momentum_buffer")
-                if buffer is None:
-                    buffer = torch.zeros_like(param, dtype=_momentum_dtype(param, group))
+                momentum = self.state.get(param, {}).get("momentum_buffer")
+                version = 0 if momentum is None else momentum._version
+                if momentum is None:
+                    buffer = torch.zeros_like(param, dtype=_momentum_dtype(param, options))
                 else:
-                    buffer = buffer.clone()
-                _mix_into_(buffer, grads[param], group)
-                mine = _blocks(group, 0.0, param, grads[param], buffer, None)
+                    buffer = momentum.clone()
+                _mix_into_(buffer, grads[param], options)
+                mine = _blocks(options, 0.0, param, grads[param], buffer, None)
                 blocks += [(key, (param, index, block)) for index, (key, block) in enumerate(mine)]
-                updates[param] = [buffer] * len(mine)  # replaced below
+                prepared[param] = Prepared([buffer] * len(mine), options, momentum, version)  # buffers replaced below
         made = _orthogonalized(blocks, lambda payload: payload[2].update_input(), self.batch_bytes)
         for _, (param, index, _), update_MN in made:
-            updates[param][index] = update_MN
-        return updates
+            prepared[param].updates[index] = update_MN
+        return prepared
 
     def _momentum(self, param: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
         state = self.state[param]

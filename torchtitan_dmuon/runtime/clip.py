@@ -68,8 +68,12 @@ def clip_gradients(engine: Engine, parameters: Iterable[nn.Parameter], max_norm:
         scale = torch.clamp(max_norm / (others.sqrt().float() + 1e-6), max=1.0).where(finite, 1.0)
     masters = [(u.pieces[key].rider, m.grad) for u in engine.units for key, m in u.master_of.items()]
     if mode == "per_matrix":
+        # Updates made ahead are of gradients clipped once, by nobody else.
+        ours = [u for u in engine.units if engine.clipped_to is None and u.gradients_are_ours()]
         for grad in (grad for rider, grad in masters if grad is not None and not rider):
             grad.mul_(piece_scale(grad, max_norm).where(finite, 1.0))
+        for unit in ours:
+            unit.note_gradients()
         engine.clipped_to = max_norm
     together = [grad for rider, grad in masters if grad is not None and (rider or mode == "joint")]
     if together:

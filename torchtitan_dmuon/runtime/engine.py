@@ -79,6 +79,7 @@ class Engine:
         self._node_sums: deque[tuple[Ticket, dict[int, Ranges]]] = deque()
         self._unfinished: set[int] = set()  # units with partial sums that have not been through level 2
         self._reduced: set[int] = set()  # units with gradients since the last step
+        self._unattached: set[int] = set()  # of them, those whose masters do not have theirs yet
         self._norm: torch.Tensor | None = None  # of the gradients as reduced, if a clip has taken it
         self._finite: bool | None = None  # the answer, once read from the device
         self.is_busy: Callable[[Unit], bool] = lambda unit: False  # these two are replaced by the hooks
@@ -219,6 +220,7 @@ class Engine:
         self._norm = self._finite = None
         self._unfinished.add(index)
         self._reduced.add(index)
+        self._unattached.add(index)
         if self.is_last_backward:
             self._issue_between_nodes(unit, ticket)
         if index == self._reduces.sequence[-1]:  # what comes behind, often a large embedding of FSDP2's, finds room
@@ -287,9 +289,9 @@ class Engine:
         self._order_check.compare()
         if not self._agreed:
             self._agree_on_order()
-        if self._finite is None:
-            for unit in reduced:
-                unit.attach_gradients()
+        for index in self._unattached:  # once: a gradient that somebody puts in its place stays
+            self.units[index].attach_gradients()
+        self._unattached.clear()
         return bool(reduced)
 
     def drop_gradients(self) -> None:
@@ -305,6 +307,7 @@ class Engine:
         self._node_sums.clear()
         self._unfinished.clear()
         self._reduced.clear()
+        self._unattached.clear()
         self._norm = self._finite = self.clipped_to = None
 
     def set_norm(self, norm: torch.Tensor) -> None:

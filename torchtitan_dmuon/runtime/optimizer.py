@@ -80,6 +80,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
         """In the engine's lane for early work: the updates of a unit whose gradient is complete, and the norm that they
         take each piece to be clipped to. Where that is not known yet, nothing."""
         max_norm = self.engine.max_norm
+        unit.note_gradients()
         taken = set(self._by_unit[unit.index][0])
         pieces = {p: piece for piece, p in zip(unit.owned, unit.master_of.values(), strict=True) if p in taken}
         grads: dict[torch.Tensor, torch.Tensor] = {p: unit.piece_of(unit.grad, piece) for p, piece in pieces.items()}
@@ -92,7 +93,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
 
     def _prepared(self, unit: Unit) -> Any:
         """What `_prepare` made, if it is of the gradients as they are now."""
-        if unit.early is None:
+        if unit.early is None or not unit.gradients_are_ours():
             return {}
         max_norm, updates = unit.early.result()
         return updates if self.engine.clip == "adamw_only" or self.engine.clipped_to == max_norm else {}
@@ -114,6 +115,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
             logger.warning("a gradient is not finite on some rank: no owned weight is updated in this step")
             self.zero_grad()
             return loss
+        prepared = [self._prepared(unit) for unit in engine.units]
         grads = {p: p.grad for parts in self._by_unit for params in parts for p in params}
         for p in grads:
             p.grad = None
@@ -123,7 +125,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
         for index in engine.update_order():
             unit = engine.units[index]
             if self._early is not None:
-                self._early.prepared = self._prepared(unit)
+                self._early.prepared = prepared[index]
             for inner, params, before in zip(self.inners, self._by_unit[index], options, strict=True):
                 for p in params:
                     p.grad = grads.pop(p)

@@ -86,6 +86,7 @@ class Unit:
 
         self.partial: dict[int, Ranges] = {}  # node -> sums inside that node, over micro-batches, before level 2
         self.grad: Ranges = {}
+        self._written: list[int] = []  # versions of `grad`, after the runtime's last write
         self.gathered = False
         self.gathering: Ticket | None = None
         self.published: Ticket | None = None
@@ -198,6 +199,17 @@ class Unit:
         """Give each owned piece its reduced gradient: zeros if no rank used it."""
         for piece in self.owned:
             self.master_of[piece.key].grad = self.piece_of(self.grad, piece)
+
+    def note_gradients(self) -> None:
+        """The runtime has just written the gradients: what others write into them from here on is seen."""
+        self._written = [t._version for t in self.grad.values()]
+
+    def gradients_are_ours(self) -> bool:
+        """Whether nobody has written or replaced a gradient since `note_gradients`. A missing one is none of ours."""
+        pieces = ((self.master_of[p.key].grad, self.piece_of(self.grad, p)) for p in self.owned)
+        return self._written == [t._version for t in self.grad.values()] and all(
+            grad is None or grad.data_ptr() == ours.data_ptr() for grad, ours in pieces
+        )
 
     def withhold_unused(self, used: list[bool]) -> None:
         """Take the gradient away again from each owned piece that no rank used."""
