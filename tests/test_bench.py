@@ -103,7 +103,7 @@ def first_updates(rank: int, world: int, settings: Settings, names: list[str], f
     if fault == "rate":
         changed.optimizers[0].param_groups[0]["lr"] *= 1.1
     if fault == "scale":  # what Muon itself would not show
-        changed.owned.engine.gradient_divide_factor = 2.0  # type: ignore[attr-defined]
+        changed.owned.engine._divide_after = 2.0  # type: ignore[attr-defined]
     try:
         differences = bench.check_first_updates()
     except UnequalUpdates as error:

@@ -34,6 +34,19 @@ CONTRIBUTIONS_IN_FLIGHT = 2
 NODE_SUMS_IN_FLIGHT = 3
 
 
+def divide_factors(factor: float, dtype: torch.dtype) -> tuple[float, float]:
+    """What gradients are divided by before and after they are summed in ``dtype``; ``factor`` in all.
+
+    As FSDP2: sums of float16, whose range ends at 65504, are divided by about the root of the factor before, by powers
+    of two that divide it; others at the end alone.
+    """
+    before = 1.0
+    if dtype == torch.float16:
+        while factor % before == 0 and factor / before > before:
+            before *= 2
+    return before, factor / before
+
+
 class Engine:
     """Moves the units of one rank over ``transport``, and agrees with the other ranks over ``control``."""
 
@@ -58,7 +71,7 @@ class Engine:
         self.transport, self.control = transport, control
         self.device = device
         self.reshard_after_forward, self.publish_async = reshard_after_forward, publish_async
-        self.gradient_divide_factor = gradient_divide_factor
+        self._divide_before, self._divide_after = divide_factors(gradient_divide_factor, units[0].reduce_dtype)
         self.is_last_backward = self.step_follows = True
         # Work on a unit's complete gradient in a lane of its own, during backward; what it returns is scratch.
         self.early: Callable[[Unit], Any] | None = None
@@ -214,6 +227,8 @@ class Engine:
         unit.drop_scratch()
         self.clipped_to = None
         contrib, sums = unit.take_gradients(), unit.partial
+        if self._divide_before != 1:  # the counts of use too: they stay above zero
+            contrib.div_(self._divide_before)
         ticket = self._submit("reduce", unit, lambda: self._reduce_in_node(unit, contrib, sums))
         unit.reducing.append(ticket)
         self._contributions.append((ticket, contrib))
@@ -263,7 +278,7 @@ class Engine:
         else:
             fresh = unit.grad
         for span, total in self.transport.reduce_between_nodes(unit, sums).items():
-            slice_of(fresh, *span).add_(total.div_(self.gradient_divide_factor))
+            slice_of(fresh, *span).add_(total.div_(self._divide_after))
         if self.topology.ownership == "replica":
             self.transport.spread(unit, fresh, "reduce_between_nodes")
             for span, tensor in unit.grad.items():
