@@ -22,14 +22,14 @@ Case = dict[str, Any]
 CASES: list[tuple[tuple[int, int], Case]] = [
     (mesh, {"transport": transport, "ownership": ownership})
     for mesh, transport, ownership in itertools.product(
-        ((2, 2), (1, 4), (4, 1)), ("point_to_point", "collective", "padded"), ("global", "replica")
+        ((2, 2), (4, 1)), ("point_to_point", "collective", "padded"), ("global", "replica")
     )
     # Regular topologies alone have collectives: a shard group is a node there.
     if transport == "point_to_point" or mesh == (2, 2)
 ]
 CASES += [
     ((2, 2), {"routing": "flat"}),
-    ((1, 4), {"holders": "node", "transport": "collective"}),
+    ((1, 4), {"holders": "node"}),
     ((1, 4), {"micros": 2}),
 ]
 CASES += [((1, 4), {"ranks_per_node": 4, "transport": t}) for t in ("point_to_point", "collective", "padded")]
@@ -72,7 +72,7 @@ def _sums(rank: int, world: int, mesh: tuple[int, int], options: Case, factor: f
     return grad.full_tensor(), found, used
 
 
-@pytest.mark.parametrize(("factor", "largest"), [(None, 30000.0), (6.0, 30000.0), (1.0, 8000.0), (1.5, 12000.0)])
+@pytest.mark.parametrize(("factor", "largest"), [(None, 30000.0), (6.0, 30000.0), (1.5, 12000.0)])
 def test_gradients_of_float16_end_where_those_of_fsdp2_do(factor: float | None, largest: float) -> None:
     def job(rank: int, world: int) -> list[Any]:
         return [_sums(rank, world, mesh, options, factor, largest) for mesh, options in CASES]
