@@ -10,8 +10,8 @@ import torch
 
 from tests import titan_runs
 from tests.titan_runs import masters, train
-from torchtitan_dmuon.titan import checks, toml_config
-from torchtitan_dmuon.titan.config import ConfigError
+from torchtitan_dmuon.titan import checks, optimizer, toml_config
+from torchtitan_dmuon.titan.config import ConfigError, DMuonConfig
 from torchtitan_dmuon.titan.optimizer import DMuonOptimizersContainer
 from torchtitan_dmuon.titan.qk_clip import QkClip, attention_layers, largest_logits, row_factors
 
@@ -96,15 +96,10 @@ def test_projections_on_two_ranks_are_those_without_it_times_the_factors(folder)
     assert all(torch.allclose(found[k], v, rtol=1e-5, atol=1e-8) for k, v in expected.items())
 
 
-def test_what_a_bad_step_leaves_behind_scales_nothing(folder):
+def test_what_a_bad_step_leaves_behind_scales_nothing(folder, monkeypatch):
     """Logits that are not finite are not taken up, and those of a skipped step are forgotten."""
     model = checks.meta_model(toml_config.parse(["--config", str(folder / "DMuon.toml")]).config)
-    engine = SimpleNamespace(
-        device="cpu",
-        control=SimpleNamespace(all_reduce=lambda *_: None),
-        finish_reduces=lambda: None,
-        gradients_are_finite=lambda: False,
-    )
+    engine = SimpleNamespace(device="cpu", control=SimpleNamespace(all_reduce=lambda *_: None))
     owned = SimpleNamespace(names=[n for n, _ in model.named_parameters()], engine=engine)
     clip = QkClip(model, owned, tau=1.0)
     kernel = next(iter(clip.layers.values())).inner_attention
@@ -118,8 +113,10 @@ def test_what_a_bad_step_leaves_behind_scales_nothing(folder):
 
     watch(kernel, (torch.full_like(q, 100.0), k), {})
     assert clip.largest.max() > 1.0
-    container = SimpleNamespace(owned=owned, optimizers=[], _qk_clip=clip, _update_seconds=0.0)
-    DMuonOptimizersContainer.step(container)
+    skipping = SimpleNamespace(skip_step=lambda: None, skipped_in_a_row=1)
+    container = SimpleNamespace(owned_optimizer=skipping, _qk_clip=clip, _model=model)
+    monkeypatch.setattr(optimizer, "dmuon_config_of", lambda _model: DMuonConfig())
+    DMuonOptimizersContainer._skip_step(container)
     assert (clip.largest == -math.inf).all()
 
 

@@ -9,11 +9,13 @@ it needs, and they are waited for where the task runs. A ticket keeps its task's
 from __future__ import annotations
 
 import atexit
+import contextlib
 import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -155,33 +157,49 @@ def make_lane(name: str, device: torch.device, high_priority: bool = True) -> La
 
 
 class Exposure:
-    """Seconds the model's own computation waited, by phase. On CPU a wait blocks the host and is timed. On CUDA it is
-    the gap between two events on the computing stream, read out when the figures are asked for."""
+    """Seconds of the model's own computation, by phase: what it waited, or what it spent. On CPU the host is timed. On
+    CUDA it is the gap between two events on the computing stream, read out once they have passed; the events serve
+    again, so their number is that of the pairs under way."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self._seconds: dict[str, float] = {}
-        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._pairs: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._spare: list[torch.cuda.Event] = []
+
+    @contextlib.contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        if not self._cuda:
+            begin_s = time.perf_counter()
+            yield
+            self.add(phase, time.perf_counter() - begin_s)
+            return
+        while self._pairs and self._pairs[0][2].query():
+            self._read_out()
+        begin, end = (self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        yield
+        end.record()
+        self._pairs.append((phase, begin, end))
+
+    def _read_out(self) -> None:
+        """The oldest pair, which has passed."""
+        phase, begin, end = self._pairs.popleft()
+        self.add(phase, begin.elapsed_time(end) / 1e3)
+        self._spare += (begin, end)
 
     def wait(self, phase: str, ticket: Ticket) -> None:
-        if self._cuda:
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
+        with self.timed(phase):
             ticket.wait()
-            end.record()
-            self._events.append((phase, begin, end))
-            return
-        begin_s = time.perf_counter()
-        ticket.wait()
-        self.add(phase, time.perf_counter() - begin_s)
 
     def add(self, phase: str, seconds: float) -> None:
         self._seconds[phase] = self._seconds.get(phase, 0.0) + seconds
 
     def take(self) -> dict[str, float]:
         """Figures since the last call, and start anew. On CUDA this waits for the recorded events."""
-        for phase, begin, end in self._events:
-            end.synchronize()
-            self.add(phase, begin.elapsed_time(end) / 1e3)
-        seconds, self._seconds, self._events = self._seconds, {}, []
+        if self._pairs:
+            self._pairs[-1][2].synchronize()
+        while self._pairs:
+            self._read_out()
+        seconds, self._seconds = self._seconds, {}
         return seconds

@@ -1,14 +1,13 @@
 """Any whole-matrix optimizer over the pieces a rank owns, and another over its riders, as one `torch.optim.Optimizer`.
 
 Decides: the order of a step (finite check, update unit by unit in forward order, publish each unit as soon as it is
-updated). Does not decide the update rules, which are the inner optimizers'. Keeps invariant 10: a step whose gradients
-are not finite on any rank changes nothing on any rank.
+updated), and what a skipped step is. Does not decide the update rules, which are the inner optimizers', nor when to
+give up. Keeps invariant 10: a step whose gradients are not finite on any rank changes nothing on any rank.
 """
 
 from __future__ import annotations
 
 import logging
-import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,6 +18,7 @@ from torch import nn
 from ..muon import Muon
 from .clip import piece_scale
 from .engine import Engine
+from .lanes import Exposure
 from .unit import Unit
 
 logger = logging.getLogger(__name__)
@@ -45,9 +45,9 @@ class OwnedOptimizer(torch.optim.Optimizer):
         self._by_unit: list[list[list[nn.Parameter]]] = [
             [[p for p in u.master_of.values() if p in mine] for mine in taken] for u in engine.units
         ]
-        self.skipped_steps = 0
+        self.skipped_steps = self.skipped_in_a_row = 0  # since construction, up to the last step
         self.ns_calls = self.ns_flops = 0  # since construction, where an inner optimizer counts them
-        self._update_seconds = 0.0
+        self._clock = Exposure(engine.device)
         self.after_update: Callable[[Unit], None] | None = None  # changes a unit's masters before they are published
         super().__init__(self._groups(), self.inners[0].defaults)
         # Where nothing couples the matrices, ours can work ahead of the step.
@@ -98,60 +98,85 @@ class OwnedOptimizer(torch.optim.Optimizer):
         max_norm, updates = unit.early.result()
         return updates if self.engine.clip == "adamw_only" or self.engine.clipped_to == max_norm else {}
 
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step found a gradient that is not finite on some rank; the same on every rank."""
+        return self.skipped_in_a_row > 0
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update owned masters and publish them. A collective. Returns the closure's value."""
+        """Update owned masters and publish them. A collective. Returns the closure's value.
+
+        Where a gradient is not finite on any rank nothing changes on any, no hook of a step runs, and
+        ``step_was_skipped`` says so.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.engine.require_open()
+        self.engine.free_all()
+        reduced = self.engine.finish_reduces()
+        if reduced and not self.engine.gradients_are_finite():
+            self.skip_step()
+        else:
+            self.skipped_in_a_row = 0
+            self._sound_step(reduced)
+        return loss
+
+    step.hooked = True  # type: ignore[attr-defined]  # or torch would run the hooks of a step before it is known to be one
+
+    def skip_step(self) -> None:
+        """In place of `step`, on all ranks: count a skipped step and forget its gradients."""
+        self.skipped_steps += 1
+        self.skipped_in_a_row += 1
+        logger.warning(
+            "a gradient is not finite on some rank: the step is skipped on every rank (%d in all, %d in a row)",
+            self.skipped_steps,
+            self.skipped_in_a_row,
+        )
+        self.zero_grad()
+
+    @torch.optim.Optimizer.profile_hook_step
+    def _sound_step(self, reduced: bool) -> None:
+        """The step proper, between its hooks; without gradients since the last one it changes nothing."""
+        if not reduced:
+            return
         engine = self.engine
-        engine.require_open()
-        engine.free_all()
-        if not engine.finish_reduces():
-            return loss
-        if not engine.gradients_are_finite():
-            self.skipped_steps += 1
-            logger.warning("a gradient is not finite on some rank: no owned weight is updated in this step")
-            self.zero_grad()
-            return loss
         prepared = [self._prepared(unit) for unit in engine.units]
         grads = {p: p.grad for parts in self._by_unit for params in parts for p in params}
         for p in grads:
             p.grad = None
         # An optimizer that counts steps in its groups is called once for each unit, yet counts one step.
         options = [[dict(group) for group in each.param_groups] for each in self.inners]
-        begin = time.perf_counter()
-        for index in engine.update_order():
-            unit = engine.units[index]
-            if self._early is not None:
-                self._early.prepared = prepared[index]
-            for inner, params, before in zip(self.inners, self._by_unit[index], options, strict=True):
-                for p in params:
-                    p.grad = grads.pop(p)
-                if params:
-                    for group, option in zip(inner.param_groups, before, strict=True):
-                        group.clear()
-                        group.update(option)
-                    inner.step()
-                    if (stats := getattr(inner, "stats", None)) is not None:
-                        self.ns_calls += stats.ns_calls
-                        self.ns_flops += stats.ns_flops
-                for p in params:
-                    p.grad = None
-            if self.after_update is not None:
-                self.after_update(unit)
-            engine.publish(unit)
-        self._update_seconds += time.perf_counter() - begin
+        with self._clock.timed("update"):
+            for index in engine.update_order():
+                unit = engine.units[index]
+                if self._early is not None:
+                    self._early.prepared = prepared[index]
+                for inner, params, before in zip(self.inners, self._by_unit[index], options, strict=True):
+                    for p in params:
+                        p.grad = grads.pop(p)
+                    if params:
+                        for group, option in zip(inner.param_groups, before, strict=True):
+                            group.clear()
+                            group.update(option)
+                        inner.step()
+                        if (stats := getattr(inner, "stats", None)) is not None:
+                            self.ns_calls += stats.ns_calls
+                            self.ns_flops += stats.ns_flops
+                    for p in params:
+                        p.grad = None
+                if self.after_update is not None:
+                    self.after_update(unit)
+                engine.publish(unit)
         engine.drop_gradients()
         if not engine.publish_async:
             engine.await_publishes()
-        return loss
 
     def take_update_seconds(self) -> float:
-        """Host seconds of updates, and of starting publishes, since the last call."""
-        seconds, self._update_seconds = self._update_seconds, 0.0
-        return seconds
+        """Seconds of updates, and of starting publishes, since the last call: the device's where it is CUDA."""
+        return self._clock.take().get("update", 0.0)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of owned parameters, also those reduced by backwards that no step followed."""

@@ -73,6 +73,12 @@ class DMuonConfig:
     qk_clip: float = 0.0
     """MuonClip's tau: heads whose attention logits grew past it have their query and key rows scaled; 0: none."""
 
+    on_nonfinite: Literal["skip", "raise"] = "skip"
+    """What a gradient that is not finite on some rank does: its step is skipped on every rank, or the run stops."""
+
+    max_skipped_steps: int = 10
+    """Skipped steps in a row after which the run stops; 0: it goes on for ever."""
+
     deterministic: bool = False
     """Also fix the batches of Newton-Schulz, so that bits do not depend on the plan."""
 
@@ -83,7 +89,7 @@ class DMuonConfig:
     """
 
     def __post_init__(self) -> None:
-        for name in ("prefetch", "ranks_per_node", "qk_clip"):
+        for name in ("prefetch", "ranks_per_node", "qk_clip", "max_skipped_steps"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must be at least 0", name)
         if not math.isfinite(self.qk_clip):

@@ -5,12 +5,14 @@ on every rank, at the steps that are logged. Figures of the runtime are there fo
 seconds for every optimizer, so that runs can be compared. What a validation waits for and sends is in none of them.
 
     step_seconds                    wall time of a train step
-    update_seconds                  of it, in the optimizers' step: finite check, updates, issuing publishes
+    update_seconds                  of it, in the optimizers' step: updates, issuing publishes
     ns_share                        the owners' updates (Newton-Schulz and elementwise) over the step
     exposed/{gather,reduce,publish}_seconds   the model's computation waited for communication
     bytes/{intra_node,inter_node}   payload bytes a rank sent for owned parameters
     owner_imbalance                 largest owner's cost over the mean, as planned
     update_seconds_max_over_median  slowest rank's update against the median's
+    skipped_steps, skipped_steps_in_a_row   not means: steps skipped for a gradient that is not finite, since the
+                                    process started, and up to the last one
 """
 
 from __future__ import annotations
@@ -24,9 +26,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.tools.logging import logger
 
 from torchtitan_dmuon.runtime.optimizer import OwnedOptimizer
 
+_VANISHED = 1e-12  # a norm below it is no gradient: a saturated or broken model
 _EXPOSED = ("gather", "reduce", "publish")
 _DISTANCES = ("intra_node", "inter_node")
 
@@ -39,6 +43,7 @@ class DMuonMetricsProcessor(MetricsProcessor):
     def __init__(self, config: Config, **kwargs: Any) -> None:
         super().__init__(config, **kwargs)
         self._steps = 0
+        self._told = False  # that gradients vanished
         self._window_begins = time.perf_counter()
 
     def step_begins(self) -> None:
@@ -56,8 +61,23 @@ class DMuonMetricsProcessor(MetricsProcessor):
             yield
         self._window_begins += time.perf_counter() - begin
 
-    def log(self, step: int, *args: Any, extra_metrics: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        super().log(step, *args, extra_metrics={**(extra_metrics or {}), **self._figures()}, **kwargs)
+    def log(
+        self,
+        step: int,
+        avg_loss: float,
+        max_loss: float,
+        grad_norm: float,
+        extra_metrics: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if grad_norm < _VANISHED and not self._told:
+            self._told = True
+            logger.warning(
+                f"the gradient norm is {grad_norm:g} at step {step}: nothing is learned. Look at the weights that this "
+                "run started from, the data and the learning rates"
+            )
+        extra_metrics = {**(extra_metrics or {}), **self._figures()}
+        super().log(step, avg_loss, max_loss, grad_norm, extra_metrics=extra_metrics, **kwargs)
 
     def _figures(self) -> dict[str, float]:
         container = self.optimizers
@@ -81,6 +101,8 @@ class DMuonMetricsProcessor(MetricsProcessor):
             figures["dmuon/ns_share"] = mean[1] / step_seconds
             figures |= {f"dmuon/exposed/{p}_seconds": v for p, v in zip(_EXPOSED, mean[2:5])}
             figures |= {f"dmuon/bytes/{d}": v for d, v in zip(_DISTANCES, mean[5:7])}
+            figures["dmuon/skipped_steps"] = float(optimizer.skipped_steps)
+            figures["dmuon/skipped_steps_in_a_row"] = float(optimizer.skipped_in_a_row)
             figures["dmuon/owner_imbalance"] = owned.plan.imbalance
             updates = ranks[:, 1]
             figures["dmuon/update_seconds_max_over_median"] = (updates.max() / updates.median().clamp(min=1e-9)).item()

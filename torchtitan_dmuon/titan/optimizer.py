@@ -1,13 +1,13 @@
 """TorchTitan's optimizer container with "DMuon", "GatherMuon" and "Owned:..." beside its own names.
 
 Decides: which parameters go to which optimizer (canonical names; 1-D ones fall through), in which order optimizers
-step, and that no optimizer steps when a gradient is not finite. Does not decide update rules. Keeps invariant 10.
+step, that none does when a gradient is not finite, and when that ends the run. Does not decide update rules. Keeps
+invariant 10.
 """
 
 from __future__ import annotations
 
 import functools
-import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,6 +27,7 @@ from torchtitan_dmuon.checkpoint import load_optimizer_state, optimizer_state
 from torchtitan_dmuon.matrices import canonical_name
 from torchtitan_dmuon.muon import Muon, set_layout, settings_of
 from torchtitan_dmuon.newton_schulz import choose_form, flops
+from torchtitan_dmuon.runtime.lanes import Exposure
 from torchtitan_dmuon.runtime.optimizer import OwnedOptimizer
 from torchtitan_dmuon.runtime.owned import OwnedMatrices
 from torchtitan_dmuon.titan.config import assign_parameters
@@ -34,9 +35,14 @@ from torchtitan_dmuon.titan.gather_muon import GatherMuon
 from torchtitan_dmuon.titan.models import owned_specs
 from torchtitan_dmuon.titan.names import is_owned, optimizer_class, rule_kwargs, separated, takes_matrices
 from torchtitan_dmuon.titan.parallelize import dmuon_config_of, owned_of, with_measured_forms
+from torchtitan_dmuon.titan.platform import on_cpu
 from torchtitan_dmuon.titan.qk_clip import QkClip
 
 _LOGGED = ("lr", "weight_decay", "betas", "momentum", "nesterov", "adjust_lr_fn")
+
+
+class NonFiniteGradients(RuntimeError):
+    """Training stops, on all ranks alike: see `on_nonfinite` and `max_skipped_steps` of the [dmuon] table."""
 
 
 class DMuonOptimizersContainer(OptimizersContainer):
@@ -47,7 +53,7 @@ class DMuonOptimizersContainer(OptimizersContainer):
     def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
         self._groups = config.param_groups
         self._model = model_parts[0]
-        self._update_seconds = 0.0
+        self._clock = Exposure(torch.device("cpu" if on_cpu() else "cuda"))
         self._qk_clip: QkClip | None = None
         super().__init__(config, model_parts=model_parts)
         self.optimizers.sort(key=lambda o: not isinstance(o, OwnedOptimizer))  # its publishes hide behind the others
@@ -155,30 +161,50 @@ class DMuonOptimizersContainer(OptimizersContainer):
             logger.info(line)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        # Not super().step(): torch wraps `step` of every optimizer class, so step hooks would run twice.
+        # Not super().step(): its hooks (the bias of experts) would run before a step is known to be sound.
         assert closure is None, "OptimizersContainer does not support closures"
-        begin = time.perf_counter()
         owned = self.owned
-        finite = True
         if owned is not None:
             owned.engine.finish_reduces()
-            finite = owned.engine.gradients_are_finite()
+            if not owned.engine.gradients_are_finite():
+                return self._skip_step()
             if self._qk_clip is not None:
-                if finite:
-                    self._qk_clip.collect()
-                else:
-                    self._qk_clip.forget()
-        for optimizer in self.optimizers:
-            if finite or isinstance(optimizer, OwnedOptimizer):  # the owned one skips by itself
+                self._qk_clip.collect()
+        return self._sound_step()
+
+    step.hooked = True  # type: ignore[attr-defined]
+
+    @torch.optim.Optimizer.profile_hook_step
+    def _sound_step(self) -> None:
+        with self._clock.timed("update"):
+            for optimizer in self.optimizers:
                 optimizer.step()
-        if not finite:
-            logger.warning("a gradient is not finite: the step is skipped on every rank")
-        self._update_seconds += time.perf_counter() - begin
+
+    def _skip_step(self) -> None:
+        """Count it, forget what its forwards left for a step, and give up where too many follow each other."""
+        optimizer, table = self.owned_optimizer, dmuon_config_of(self._model)
+        assert optimizer is not None and table is not None
+        if self._qk_clip is not None:
+            self._qk_clip.forget()
+        for module in self._model.modules():  # what TorchTitan's MoE counts for the bias of experts
+            if isinstance(counts := getattr(module, "tokens_per_expert_E", None), torch.Tensor):
+                counts.zero_()
+        optimizer.skip_step()
+        count, limit = optimizer.skipped_in_a_row, table.max_skipped_steps
+        if table.on_nonfinite == "raise":
+            found = 'a gradient is not finite on some rank, and dmuon.on_nonfinite is "raise"'
+        elif 0 < limit <= count:
+            found = f"gradients were not finite in {count} steps in a row, the limit of dmuon.max_skipped_steps"
+        else:
+            return
+        raise NonFiniteGradients(
+            f"{found}. No weight has changed since, and no checkpoint was saved: look at loss and learning rates of "
+            "the steps before, and resume from a checkpoint of before them (checkpoint.load_step)"
+        )
 
     def take_update_seconds(self) -> float:
-        """Host seconds inside `step` since the last call."""
-        seconds, self._update_seconds = self._update_seconds, 0.0
-        return seconds
+        """Seconds inside the optimizers' steps since the last call: the device's where it is CUDA."""
+        return self._clock.take().get("update", 0.0)
 
     def state_dict(self) -> dict[str, Any]:
         result: dict[str, Any] = {}
@@ -234,8 +260,6 @@ def describe_optimizer(optimizer: torch.optim.Optimizer, owned: OwnedMatrices | 
     else:
         params = [p for g in optimizer.param_groups for p in g["params"]]
         return [f"{name}: {len(params)} parameters, {sum(p.numel() for p in params):,} elements"]
-    from torchtitan_dmuon.titan.platform import on_cpu
-
     device_type = "cpu" if on_cpu() else "cuda"
     work = sum(flops(m, n, settings, device_type) for m, n in matrices)
     gram = sum(choose_form(m, n, settings, device_type) == "gram" for m, n in matrices)

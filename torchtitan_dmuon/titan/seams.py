@@ -17,9 +17,10 @@ READ_IN = "torchtitan 0.3.0"
 
 @contextlib.contextmanager
 def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
-    """``module.name`` is ``value`` inside the block. RuntimeError if the module has no such name."""
+    """``module.name`` is ``value`` inside the block; a module or an object. RuntimeError if it has no such name."""
     if not hasattr(module, name):
-        raise RuntimeError(f"{module.__name__} has no {name!r}: the seam read in {READ_IN} has moved")
+        what = getattr(module, "__name__", type(module).__name__)
+        raise RuntimeError(f"{what} has no {name!r}: the seam read in {READ_IN} has moved")
     original = getattr(module, name)
     setattr(module, name, value)
     try:
@@ -74,4 +75,17 @@ def also_set_timeouts(of_groups: Callable[[Any], None]) -> Iterator[None]:
         of_groups(timeout)
 
     with replaced(utils, "set_pg_timeouts", set_pg_timeouts):
+        yield
+
+
+@contextlib.contextmanager
+def saves_held(checkpointer: Any, hold: Callable[[int], bool]) -> Iterator[None]:
+    """No checkpoint of a step for which ``hold(step)``: the Trainer saves whatever the step did (trainer.py:1043). The
+    last one of a run is saved all the same."""
+    original = checkpointer.save
+
+    def save(curr_step: int, last_step: bool = False) -> bool:
+        return False if not last_step and hold(curr_step) else original(curr_step, last_step)
+
+    with replaced(checkpointer, "save", save):
         yield

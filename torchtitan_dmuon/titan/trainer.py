@@ -90,8 +90,18 @@ class DMuonTrainer(Trainer):
             for group in self.owned.groups if self.owned is not None else ():
                 dist.set_timeout(timeout, group)
 
-        with _resharding_told(), seams.also_set_timeouts(shorten):
+        held = seams.saves_held(self.checkpointer, self._holds_save)
+        with _resharding_told(), seams.also_set_timeouts(shorten), held:
             return super().train()
+
+    def _holds_save(self, step: int) -> bool:
+        """Whether the step was skipped: its checkpoint would say nothing new, and purge an older, perhaps sound one."""
+        optimizer = getattr(self.optimizers, "owned_optimizer", None)
+        if optimizer is None or not optimizer.step_was_skipped:
+            return False
+        if self.config.checkpoint.enable and step % self.config.checkpoint.interval == 0:
+            logger.warning(f"step {step} was skipped: no checkpoint is saved")
+        return True
 
     def close(self) -> None:
         super().close()
