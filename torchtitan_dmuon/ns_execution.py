@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import inspect
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -62,7 +63,9 @@ class Execution:
             raise ValueError(f"ns_compile must be true or false, got {self.compile!r}")
 
     def check(self, device: torch.device | str) -> None:
-        """Raise ValueError where the kernels cannot run on this device; "meta" stands for one not known yet."""
+        """Raise ValueError where this cannot run, on this device or at all; "meta" stands for one not known yet."""
+        if self.compile and "isolate_recompiles" not in inspect.signature(torch.compile).parameters:
+            raise ValueError(f"ns_compile = true needs torch 2.14 or later, found {torch.__version__}; leave it false")
         device = torch.device(device)
         if self.kernels == "torch" or device.type == "meta":
             return

@@ -8,9 +8,10 @@ each is ordered on the current stream, which is its lane's.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, cast
 
 import torch
@@ -68,16 +69,19 @@ class GroupWire:
     def reduce(self, parcels: Sequence[Parcel]) -> None:
         self._together([functools.partial(dist.reduce, t, group=self.group, group_dst=p) for p, t in parcels])
 
-    def _together(self, calls: Sequence[Callable[[], Any]]) -> None:
+    def _together(self, calls: Sequence[Callable[..., Any]]) -> None:
         if not self._grouped or len(calls) < 2:
             for call in calls:
                 call()
             return
         # torch has no public call for a group of broadcasts or reduces with several roots; its own send and receive
-        # batches go through this one (2.11 to 2.14). Without async_ops nothing waits on the host.
-        with dist.distributed_c10d._coalescing_manager(self.group, self._device):
+        # batches go through this one (2.11 to 2.14). Only asynchronous operations are on the stream whose progress the
+        # watchdog and the flight recorder see; the wait orders the current stream behind them, not the host. An
+        # exception between the calls leaves NCCL's group open: the process cannot go on.
+        with dist.distributed_c10d._coalescing_manager(self.group, self._device, async_ops=True) as together:
             for call in calls:
-                call()
+                call(async_op=True)
+        together.wait()
 
     def all_gather(self, output: torch.Tensor, mine: torch.Tensor) -> None:
         _all_gather(output, mine, group=self.group)
@@ -138,13 +142,28 @@ def make_group(ranks: Sequence[int], device: torch.device, timeout: datetime.tim
         backend, options = "nccl", dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         if timeout is not None:
             options._timeout = timeout  # new_group warns where the two differ
-    made = dist.new_group(
-        list(ranks), timeout=timeout, backend=backend, pg_options=options, use_local_synchronization=True
-    )
+    with _unbound():
+        made = dist.new_group(
+            list(ranks), timeout=timeout, backend=backend, pg_options=options, use_local_synchronization=True
+        )
     group = cast(dist.ProcessGroup, made)
     if backend == "nccl":  # a communicator is made by its first collective, which must have all ranks in it
         dist.broadcast(torch.zeros(1, device=device), group=group, group_src=0)
     return group
+
+
+@contextlib.contextmanager
+def _unbound() -> Iterator[None]:
+    """The default group is bound to no device (`init_process_group(device_id=...)`). From a bound one torch makes a new
+    group by splitting its communicator, in which ranks outside the new group must take part; ours are made by their
+    members alone, who may be a part of the world (torch 2.11 to 2.14, `_new_process_group_helper`)."""
+    world = dist.group.WORLD
+    assert world is not None
+    device, world.bound_device_id = world.bound_device_id, None
+    try:
+        yield
+    finally:
+        world.bound_device_id = device
 
 
 class Control:
