@@ -8,11 +8,13 @@ from .matrices import MatrixLayout, OwnedSpec
 from .muon import Muon
 from .newton_schulz import NewtonSchulz
 from .ownership import OwnershipPlan
+from .runtime.grad_scaler import GradScaler
 from .runtime.optimizer import OwnedOptimizer
 from .runtime.owned import OwnedMatrices, own_matrices
 
 __all__ = [
     "CostModel",
+    "GradScaler",
     "MatrixLayout",
     "Muon",
     "NewtonSchulz",

@@ -170,13 +170,11 @@ class Muon(torch.optim.Optimizer):
         missing: list[tuple[_BatchKey, _Block]] = []
         for group in self.param_groups:
             lr = float(group["lr"])  # a tensor rate is read once; on CUDA that waits for it
-            for param in group["params"]:
+            for name, param in zip(_names_of(group), group["params"]):
                 if param.grad is None:
                     continue
                 if param.grad.is_sparse:
-                    raise ValueError(
-                        f"Muon needs dense gradients, got a sparse one for a parameter of {tuple(param.shape)}"
-                    )
+                    raise ValueError(f"{name}: Muon needs dense gradients, got a sparse one of {tuple(param.shape)}")
                 ahead = prepared.get(param)
                 if ahead is not None and not ahead.serves(group, self.state[param].get("momentum_buffer")):
                     ahead = None
@@ -463,6 +461,10 @@ def _normalize_rows(update: torch.Tensor, moment: torch.Tensor, beta: float, ran
     return update.mul_(math.sqrt(rank) / update.norm().clamp(min=1e-30))
 
 
+def _names_of(group: dict[str, Any]) -> Sequence[str]:
+    return group.get("param_names") or [f"parameter {i}" for i in range(len(group["params"]))]
+
+
 def _momentum_dtype(param: torch.Tensor, group: dict[str, Any]) -> torch.dtype:
     return param.dtype if group["momentum_dtype"] == "float32" else torch.bfloat16
 
@@ -487,8 +489,7 @@ def _check_group(group: dict[str, Any]) -> None:
         if group[key] not in allowed:
             raise ValueError(f"{key} must be one of {', '.join(allowed)}, got {group[key]!r}")
     factor_rule(group["adjust_lr_fn"])
-    names = group.get("param_names") or [f"parameter {i}" for i in range(len(group["params"]))]
-    for name, param in zip(names, group["params"]):
+    for name, param in zip(_names_of(group), group["params"]):
         if param.ndim != 2 or 0 in param.shape:
             raise ValueError(f"{name}: Muon updates non-empty 2-D parameters, got shape {tuple(param.shape)}")
         if param.dtype not in (torch.float32, torch.float64):

@@ -48,6 +48,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
         self.skipped_steps = self.skipped_in_a_row = 0  # since construction, up to the last step
         self.ns_calls = self.ns_flops = 0  # since construction, where an inner optimizer counts them
         self._clock = Exposure(engine.device)
+        self.scaler_agrees = False  # a loss scaler whose verdict all ranks share
         self.after_update: Callable[[Unit], None] | None = None  # changes a unit's masters before they are published
         super().__init__(self._groups(), self.inners[0].defaults)
         # Where nothing couples the matrices, ours can work ahead of the step.
@@ -97,6 +98,16 @@ class OwnedOptimizer(torch.optim.Optimizer):
             return {}
         max_norm, updates = unit.early.result()
         return updates if self.engine.clip == "adamw_only" or self.engine.clipped_to == max_norm else {}
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What torch's scaler asks before it steps an optimizer: whether that unscales its gradients by itself."""
+        if not self.scaler_agrees:
+            raise RuntimeError(
+                "torch.amp.GradScaler sees this rank's gradients alone, and an owned one is on one rank: the ranks would "
+                'skip, and scale, differently. Use torchtitan_dmuon.GradScaler(owned, "cuda"), the same otherwise'
+            )
+        return False
 
     @property
     def step_was_skipped(self) -> bool:

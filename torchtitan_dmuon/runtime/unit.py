@@ -165,6 +165,11 @@ class Unit:
         contrib = torch.empty(self.layout.numel, dtype=self.reduce_dtype, device=self.device)
         for param in self.params:
             grad = param.weight.grad
+            if grad is not None and grad.layout != torch.strided:
+                raise RuntimeError(
+                    f"{param.name}: its gradient is {grad.layout}, and owned weights need dense ones; build its module "
+                    "without sparse=True, or leave it to another optimizer"
+                )
             for piece in param.pieces:
                 start, stop = self._span(piece.key)
                 end = start + (stop - start + SLOT_ELEMENTS) // SLOT_ELEMENTS * SLOT_ELEMENTS
