@@ -132,6 +132,32 @@ def test_a_bound_that_changes() -> None:
     run_ranks(_other_bound, 2)
 
 
+@pytest.mark.parametrize("mode", ["joint", "adamw_only", "per_matrix"])
+def test_riders_are_clipped_with_what_adamw_updates_and_by_nothing_else(mode: str) -> None:
+    model = toy.make_toy(2)
+    grid = RankGrid((0,), 1, "cpu")
+    options = {"layouts": toy.LAYOUTS, "riders": r"layers.*(norm\d|bias)", "clip": mode}
+    owned = dmuon.own_matrices(model, grid, toy.OWNED, model.layers, **options)
+    toy.loss_of(model, 0, 0, 0).backward()
+    owned.engine.finish_reduces()
+    masters = {n.split("[")[0]: p for u in owned.engine.units for n, p in u.master_of.items()}
+    every = masters | {n: p for n, p in model.named_parameters() if n not in owned.names}
+    before = {n: p.grad.clone() for n, p in every.items() if p.grad is not None}
+    norm = owned.clip_grad_norm_(model, 1e-3)
+
+    def factor(names: Any) -> float:
+        return 1e-3 / float(torch.stack([before[n].norm() for n in names]).norm())
+
+    matrices = set(owned.names) - owned.riders
+    assert len(owned.riders) == 6 and norm * factor(before) == pytest.approx(1e-3, rel=1e-4)
+    together = factor(before) if mode == "joint" else factor(before.keys() - matrices)
+    alone = {"joint": lambda n: together, "adamw_only": lambda n: 1.0, "per_matrix": lambda n: factor([n])}[mode]
+    for name, grad in before.items():
+        expected = grad * (alone(name) if name in matrices else together)
+        assert torch.allclose(every[name].grad, expected, rtol=1e-3, atol=0), name
+    owned.close()
+
+
 def test_an_unknown_mode_is_refused() -> None:
     model = toy.make_toy()
     with pytest.raises(ValueError, match="clip = 'matrix': must be one of 'joint', 'adamw_only', 'per_matrix'"):

@@ -53,6 +53,39 @@ def test_bytes_are_those_of_the_messages(routing, micro, defer) -> None:
         assert weighed.traffic[phase].near == factor * sum(m.intra_node for m in messages), phase
 
 
+@pytest.mark.parametrize("ownership", ["global", "replica"])
+def test_riders_are_updated_where_their_masters_are(ownership) -> None:
+    topology = Topology(8, 4, 4, ownership=ownership)
+    specs = [OwnedSpec(f"w{i}", (8, 8)) for i in range(6)]
+    specs += [OwnedSpec(f"norm{i}", (3 + i,), rider=True) for i in range(5)]
+    pieces = [p for spec in specs for p in spec.pieces()]
+    plan = assign(pieces, MeshSpec(8, 4, 4), ownership=ownership, unit_of=dict.fromkeys((p.key for p in pieces), 0))
+    (group,) = fp.lay_out([fp.Group("block", 0, tuple(pieces))], topology, plan)
+    slots, riders = group.layout.slots, [p for p in pieces if p.rider]
+    expected = [
+        sum(p.numel for p in riders if any(a <= slots[p.key] < b for a, b in group.layout.mastered(rank)))
+        for rank in range(8)
+    ]
+    assert fp._rider_elements(topology, [group]).tolist() == expected
+    assert sum(expected) == sum(p.numel for p in riders) * (2 if ownership == "replica" else 1)
+
+
+@pytest.mark.parametrize(
+    "world, shards, per_node", [(8, 4, 4), (16, 2, 8), (16, 4, 8), (8, 1, 4), (8, 8, 4), (4, 2, 4)]
+)
+def test_fsdp2_s_all_reduce_crosses_nodes_where_its_rings_do(world, shards, per_node) -> None:
+    """A ring over the replicas of each shard, in rank order."""
+    topology = Topology(world, shards, per_node)
+    rings = [list(range(shard, world, shards)) for shard in range(shards)]
+    links = [(a, b) for ring in rings if len(ring) > 1 for a, b in zip(ring, ring[1:] + ring[:1])]
+    crossing = sum(topology.node(a) != topology.node(b) for a, b in links)
+    elements = 3 * 2**16
+    replicas = world // shards
+    of_a_link = 4 * 2 * elements / shards * (replicas - 1) / replicas
+    found = fp.fsdp_traffic(elements, topology, fp.Options())["all_reduce"]
+    assert (found.near, found.far) == pytest.approx(((len(links) - crossing) * of_a_link, crossing * of_a_link))
+
+
 def test_bytes_are_those_of_section_6() -> None:
     """HSDP with S = G: P owned elements, R replicas of S shards."""
     replicas, shards = 3, 4

@@ -104,7 +104,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
         """What torch's scaler asks before it steps an optimizer: whether that unscales its gradients by itself."""
         if not self.scaler_agrees:
             raise RuntimeError(
-                "torch.amp.GradScaler sees this rank's gradients alone, and an owned one is on one rank: the ranks would "
+                "torch.amp.GradScaler sees this rank's gradients alone, and an owned one is on one rank: ranks would "
                 'skip, and scale, differently. Use torchtitan_dmuon.GradScaler(owned, "cuda"), the same otherwise'
             )
         return False
