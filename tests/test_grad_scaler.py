@@ -37,11 +37,12 @@ def _train(rank: int, mode: str, place: str, clip: bool, scaled: bool) -> Any:
         scaler.scale(toy.loss_of(model, step, 0, rank)).backward()
         if overflows and rank in (1, 3) and place == "embed.weight":
             model.embed.weight.grad.to_local().view(-1)[0] = float("inf")
+        both = (optimizer, others) if mode == "joint" else (others, optimizer)  # any order will do
         if clip:
-            for each in (optimizer, others):
+            for each in both:
                 scaler.unscale_(each)
             owned.clip_grad_norm_(model, 1.0)
-        for each in (optimizer, others) if place != "embed.weight" or clip else (others, optimizer):
+        for each in both:
             scaler.step(each)
         scaler.update()
         for each in (optimizer, others):

@@ -53,7 +53,7 @@ def muon_flops(
 
 
 # Read when an update is applied, not when it is made.
-_OF_THE_STEP = ("params", "lr", "weight_decay", "adjust_lr_fn", "cautious_weight_decay", "row_beta")
+_OF_THE_STEP = ("params", "param_names", "lr", "weight_decay", "adjust_lr_fn", "cautious_weight_decay", "row_beta")
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,8 @@ class GradScaler(torch.amp.GradScaler):
         self._verdict: torch.Tensor | None = None  # above 0: an overflow, in any optimizer since the last update
 
     def _unscale_grads_(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(optimizer, OwnedOptimizer):
-            self._engine.finish_reduces()
-            self._engine.early = None  # updates made during backward would be of scaled gradients
+        self._engine.finish_reduces()  # whoever asks: the verdict travels over a group of theirs
+        self._engine.early = None  # updates made during backward would be of scaled gradients
         found = super()._unscale_grads_(optimizer, *args, **kwargs)
         if self._verdict is None:
             self._verdict = torch.zeros((), device=self._engine.device)
