@@ -148,3 +148,15 @@ def test_kernels_that_cannot_run_are_refused(monkeypatch):
     monkeypatch.setattr(ns_execution.importlib.util, "find_spec", lambda _name: None)
     with pytest.raises(ValueError, match=r"pip install \"torchtitan_dmuon\[kernels\]\""):
         quack.check("cuda")
+
+
+@pytest.mark.parametrize(
+    "dtype, form, gram, left", [("bfloat16", "auto", 0, 2), ("bfloat16", "gram", 3, 0), ("float32", "auto", 2, 0)]
+)
+def test_the_log_says_what_auto_leaves_to_the_gram_form_in_16_bits(dtype, form, gram, left) -> None:
+    from torchtitan_dmuon.titan.optimizer import describe_optimizer
+
+    weights = [torch.nn.Parameter(torch.ones(shape)) for shape in ((64, 64), (64, 256), (256, 512))]
+    first, *more = describe_optimizer(GatherMuon(weights, ns_dtype=dtype, ns_form=form), None)
+    assert f"({gram} in the Gram form)" in first
+    assert [f"{left} of them would be faster in the Gram form" in line for line in more] == [True] * bool(left)

@@ -26,7 +26,7 @@ from torchtitan.tools.logging import logger
 from torchtitan_dmuon.checkpoint import load_optimizer_state, optimizer_state
 from torchtitan_dmuon.matrices import canonical_name
 from torchtitan_dmuon.muon import Muon, set_layout, settings_of
-from torchtitan_dmuon.newton_schulz import choose_form, flops
+from torchtitan_dmuon.newton_schulz import choose_form, flops, gram_saves
 from torchtitan_dmuon.runtime.lanes import Exposure
 from torchtitan_dmuon.runtime.optimizer import OwnedOptimizer
 from torchtitan_dmuon.runtime.owned import OwnedMatrices
@@ -262,8 +262,15 @@ def describe_optimizer(optimizer: torch.optim.Optimizer, owned: OwnedMatrices | 
         return [f"{name}: {len(params)} parameters, {sum(p.numel() for p in params):,} elements"]
     device_type = "cpu" if on_cpu() else "cuda"
     work = sum(flops(m, n, settings, device_type) for m, n in matrices)
-    gram = sum(choose_form(m, n, settings, device_type) == "gram" for m, n in matrices)
-    return [
-        f"{name}: {count} parameters, {len(matrices)} matrices, {elements:,} elements, "
-        f"{work / 1e9:,.1f} GFLOP of Newton-Schulz per step ({gram} in the Gram form){ride}"
+    forms = [choose_form(m, n, settings, device_type) for m, n in matrices]
+    lines = [
+        f"{name}: {count} parameters, {len(matrices)} matrices, {elements:,} elements, {work / 1e9:,.1f} GFLOP of "
+        f"Newton-Schulz per step ({forms.count('gram')} in the Gram form){ride}"
     ]
+    left = sum(form == "standard" and gram_saves(m, n, settings) for form, (m, n) in zip(forms, matrices, strict=True))
+    if settings.form == "auto" and left:
+        lines.append(
+            f"{name}: {left} of them would be faster in the Gram form, which auto leaves alone in 16 bits, as less "
+            'accurate: ns_form = "gram", or dmuon.cost_file to take it where it is measured to be faster'
+        )
+    return lines
