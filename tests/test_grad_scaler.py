@@ -54,7 +54,12 @@ def _train(rank: int, mode: str, place: str, clip: bool, scaled: bool) -> Any:
     return found, rest, scales, optimizer.skipped_steps
 
 
-CASES = [(mode, place, True) for mode in ("joint", "per_matrix") for place in PLACES] + [("joint", PLACES[0], False)]
+CASES = [
+    ("joint", PLACES[0], True),
+    ("per_matrix", PLACES[1], True),
+    ("joint", PLACES[2], True),
+    ("joint", PLACES[0], False),
+]
 
 
 def test_an_overflow_anywhere_skips_all_and_halves_every_rank_s_scale() -> None:
