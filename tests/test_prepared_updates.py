@@ -76,7 +76,7 @@ NO_MATTER = ("momentum_dtype", "eps", "another bound")
 
 
 def _run(mode: str, change: str, early: bool, before_clip: bool) -> tuple[dict[str, torch.Tensor], int]:
-    """Three steps, the change between the second's backward and step. Masters and momenta, and the updates prepared."""
+    """Two steps, the change between the second's backward and step. Masters and momenta, and the updates prepared."""
     model, owned = alone(clip=mode)
     own_table = {"ns_coefficients": [[3.4445, -4.7750, 2.0315]]} if change.startswith("a table") else {}
     optimizer = owned.build_optimizer(make_muon, momentum_form="ema", **own_table)
@@ -86,7 +86,7 @@ def _run(mode: str, change: str, early: bool, before_clip: bool) -> tuple[dict[s
     prepare = owned.engine.early
     assert prepare is not None
     owned.engine.early = (lambda unit: made.append(prepare(unit)) or made[-1]) if early else None
-    for step in range(3):
+    for step in range(2):
         backward(model, step, 0)
         owned.engine.finish_reduces()
         if step == 1 and before_clip:

@@ -137,12 +137,13 @@ class OwnedOptimizer(torch.optim.Optimizer):
 
     step.hooked = True  # type: ignore[attr-defined]  # or torch would run the hooks of a step before it is known to be one
 
-    def skip_step(self) -> None:
+    def skip_step(self, why: str = "a gradient is not finite on some rank") -> None:
         """In place of `step`, on all ranks: count a skipped step and forget its gradients."""
         self.skipped_steps += 1
         self.skipped_in_a_row += 1
         logger.warning(
-            "a gradient is not finite on some rank: the step is skipped on every rank (%d in all, %d in a row)",
+            "%s: the step is skipped on every rank (%d in all, %d in a row)",
+            why,
             self.skipped_steps,
             self.skipped_in_a_row,
         )
