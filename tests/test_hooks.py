@@ -46,9 +46,23 @@ class Named(typing.NamedTuple):
     second: torch.Tensor
 
 
-class Opaque:
+class Cache:
+    """As a key-value cache of transformers: neither a container nor a dataclass, and it knows itself."""
+
     def __init__(self, value: torch.Tensor) -> None:
-        self.value = value
+        self.layers = [Slotted(value)]
+        self.myself, self.layers[0].parent = self, self
+        self.offloading, self.kind, self.opaque = False, nn.Module, iter(())
+
+
+class Slotted:
+    __slots__ = ("__private", "parent", "unset")
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.__private = value
+
+    def read(self) -> torch.Tensor:
+        return self.__private
 
 
 RETURNS: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -57,7 +71,9 @@ RETURNS: dict[str, Callable[[torch.Tensor], Any]] = {
     "dataclass": lambda y: Pair(y, y * 2),
     "nested": lambda y: ((y,), [y * 2, (y * 3, None, 1.0)]),
     "namedtuple": lambda y: Named(y, y * 2),
-    "opaque": Opaque,
+    "object": Cache,
+    "object and tensor": lambda y: (y, Cache(y * 2), iter(())),
+    "iterator": lambda y: iter([y]),
     "view": lambda y: y.view(-1, DIM),
     "detached": lambda y: y.detach(),
 }
@@ -79,6 +95,9 @@ class Block(nn.Module):
         if skip:
             return x + h
         return x + F.pad(F.linear(h, self.down.weight[:rows]), (0, DIM - rows))
+
+    def encode(self, x: torch.Tensor, twice: bool = False) -> torch.Tensor:
+        return self(self.body(x)) if twice else self.body(x)
 
     def forward(
         self,
@@ -113,6 +132,11 @@ class Chain(nn.Module):
             x = call(block, x) if call else block(x)
         return x
 
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.b:
+            x = block.encode(x)
+        return x
+
 
 class Use:
     """What situations need beside the model. ``owned`` is None for the ordinary model."""
@@ -129,6 +153,10 @@ class Use:
         """The graph's own weights of a block."""
         with self.gathered():
             return [self.model.b[block].up.weight, self.model.b[block].down.weight]
+
+    def register(self, module: nn.Module, method: str) -> None:
+        if self.owned:
+            self.owned.register_forward_method(module, method)
 
     def gathered(self) -> contextlib.AbstractContextManager[None]:
         return self.owned.gathered() if self.owned else contextlib.nullcontext()
@@ -305,6 +333,24 @@ def output_is_nested(model, use):
 @situation
 def output_is_a_namedtuple(model, use):
     model(use.x(), lambda block, x: block(x, returns="namedtuple").second).sum().backward()
+
+
+@situation
+def output_is_an_object(model, use):
+    model(use.x(), lambda block, x: block(x, returns="object").layers[0].read()).sum().backward()
+
+
+@situation
+def output_holds_an_object(model, use):
+    model(use.x(), lambda block, x: block(x, returns="object and tensor")[1].layers[0].read()).sum().backward()
+
+
+@situation
+def an_object_goes_from_unit_to_unit(model, use):
+    x = Cache(use.x())
+    for block in model.b:
+        x = block(x.layers[0].read(), returns="object")
+    x.layers[0].read().sum().backward()
 
 
 @situation
@@ -528,6 +574,82 @@ def weights_read_in_gathered(model, use):
     y.backward()
 
 
+@situation
+def another_method(model, use):
+    for block in model.b:
+        use.register(block, "encode")
+    model(use.x(), lambda block, x: block.encode(x)).sum().backward()
+    model.encode(use.x(2)).square().sum().backward()
+
+
+@situation
+def another_method_that_calls_the_module(model, use):
+    use.register(model.b[1], "encode")
+    model(use.x(), lambda block, x: block.encode(x, twice=True) if block is model.b[1] else block(x)).sum().backward()
+
+
+@situation
+def another_method_raises_then_retry(model, use):
+    use.register(model.b[1], "body")
+    with contextlib.suppress(ValueError):
+        model.b[1].body(use.x(), fail=True)
+    model.b[2](model.b[1].body(use.x())).sum().backward()
+
+
+@situation
+def the_model_has_another_method(model, use):
+    use.register(model, "encode")
+    for block in model.b:
+        use.register(block, "encode")
+    model.encode(use.x()).sum().backward()
+    model(use.x(2)).square().sum().backward()
+
+
+@situation
+def forward_called_by_name(model, use):
+    for module in (*model.b, model):
+        use.register(module, "forward")
+    model.b[1].forward(model.b[0](use.x())).sum().backward()
+    model.forward(use.x(2)).square().sum().backward()
+    model(use.x(3)).sum().backward()
+
+
+@situation
+def a_forward_in_gathered(model, use):
+    first = model(use.x()).square().sum()
+    with use.gathered(), torch.no_grad():
+        use.kept += [model(use.x(2)), model.b[1](use.x(3)), model.b[0].up.weight.clone()]
+        with use.gathered():
+            use.kept.append(model(use.x(4)))
+        use.kept.append(model.b[2].down.weight.clone())
+    first.backward()
+    model(use.x(5)).sum().backward()
+
+
+@situation
+def a_backward_in_gathered(model, use):
+    first = model(use.x()).square().sum()
+    with use.gathered():
+        first.backward()
+        with torch.enable_grad():
+            model(use.x(2)).sum().backward()
+            later = model(use.x(3)).square().sum()
+        use.kept.append(model.b[0].up.weight.clone())
+    later.backward()
+
+
+@situation
+def gathered_while_a_unit_runs(model, use):
+    def look(_module: nn.Module, _args: Any) -> None:
+        with use.gathered(), torch.no_grad():
+            use.kept += [model.b[0].up.weight.clone(), model.b[2](use.x(2))]
+
+    handle = model.b[1].norm.register_forward_pre_hook(look)
+    loss = model(use.x()).sum()
+    handle.remove()
+    loss.backward()
+
+
 def compiled(model: Chain) -> None:
     for i, block in enumerate(model.b):
         model.b[i] = torch.compile(block, backend="aot_eager", fullgraph=True)
@@ -555,8 +677,9 @@ def blocks_compiled_in_place(model, use):
 
 def own(model: Chain, world: int, **options: Any) -> dmuon.OwnedMatrices:
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp_shard",))
+    units = [[model.b[i] for i in group] for group in options.pop("groups", ((0,), (1,), (2,)))]
     return dmuon.own_matrices(
-        model, mesh, select=r"\.(up|down)\.weight$", units=model.b, gradient_divide_factor=1.0, **options
+        model, mesh, select=r"\.(up|down)\.weight$", units=units, gradient_divide_factor=1.0, **options
     )
 
 
@@ -650,6 +773,8 @@ SETTINGS: dict[str, tuple[int, tuple[tuple[str, Any], ...]]] = {
     "1 rank": (1, ()),
     "2 ranks": (2, ()),
     "2 ranks, never resharded": (2, (("reshard_after_forward", False), ("prefetch", 2))),
+    "2 ranks, two blocks a unit": (2, (("groups", ((0, 1), (2,))),)),
+    "2 ranks, a unit around another": (2, (("groups", ((0, 2), (1,))),)),
 }
 
 
@@ -666,15 +791,16 @@ def refusals(rank: int, world: int) -> None:
     model = make("plain")
     owned = own(model, world)
     x = torch.randn(4, DIM)
-    with pytest.raises(TypeError, match="returned a Opaque.*Return tensors, dicts"):
-        model(x, through(returns="opaque"))
+    with pytest.raises(TypeError, match="b.0: its forward returned a list_iterator.*Return tensors"):
+        model(x, through(returns="iterator"))
     for use in (
         lambda: F.linear(x, model.b[0].up.weight),
         lambda: model.b[0].up(x),
         lambda: model.b[2].down.weight.sum(),
         lambda: model.b[2].down.weight + 1,
         lambda: model.b[2].down.weight.tolist(),
-        lambda: model.b[2].down.weight.data,
+        lambda: model.b[2].down.weight.data.sum(),
+        lambda: model.b[0].encode(x),
         lambda: model.b[2].down.weight.copy_(torch.zeros(DIM, DIM)),
     ):
         with pytest.raises(RuntimeError, match=r"b\.\d\.(up|down)\.weight is not gathered here"):

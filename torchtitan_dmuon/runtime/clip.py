@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -39,10 +40,19 @@ def piece_scale(grad: torch.Tensor, max_norm: float) -> torch.Tensor:
     return torch.clamp(max_norm / (torch.linalg.vector_norm(grad) + 1e-6), max=1.0)
 
 
-def clip_gradients(engine: Engine, parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
+def _parameters_of(model: nn.Module | Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    given = model.parameters() if isinstance(model, nn.Module) else model
+    parameters: list[Any] = list(given) if isinstance(given, Iterable) and not torch.is_tensor(given) else [given]
+    if stranger := [p for p in parameters if not isinstance(p, torch.Tensor)]:
+        raise TypeError(f"clip_grad_norm_ takes the model, or its parameters, got a {type(stranger[0]).__qualname__}")
+    return parameters
+
+
+def clip_gradients(engine: Engine, model: nn.Module | Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
     """Scale gradients by min(1, max_norm / (norm + 1e-6)), as torch's `clip_grad_norm_`. Returns the norm of all of
     them before the clip, float32, the same on every rank; if it is not finite nothing is clipped: the step is skipped.
-    ValueError for a ``max_norm`` that is negative or no number.
+    ValueError for a ``max_norm`` that is negative or no number, TypeError for a ``model`` that is neither a module nor
+    parameters.
 
     The norm that clips is, with ``engine.clip`` "joint", that of all gradients; with "adamw_only", that of FSDP2's
     and the riders' gradients, and those of owned matrices stay as they are; with "per_matrix" also, and each of
@@ -50,7 +60,7 @@ def clip_gradients(engine: Engine, parameters: Iterable[nn.Parameter], max_norm:
     """
     if not max_norm >= 0:
         raise ValueError(f"max_norm = {max_norm}: must be at least 0")
-    parameters, mode = list(parameters), engine.clip
+    parameters, mode = _parameters_of(model), engine.clip
     engine.max_norm = max_norm
     engine.finish_reduces()
     squares = engine.gradient_squares()

@@ -21,6 +21,7 @@ import torch
 from ..topology import Topology
 from .lanes import Exposure, Lane, Ticket, make_lane
 from .order_check import OrderCheck
+from .parameter import OwnedParameter
 from .schedule import GatherOrder, ReduceQueue, agreed_sequence
 from .transport import PHASES, Transport
 from .unit import Ranges, Unit, slice_of
@@ -93,6 +94,7 @@ class Engine:
         self._unfinished: set[int] = set()  # units with partial sums that have not been through level 2
         self._reduced: set[int] = set()  # units with gradients since the last step
         self._unattached: set[int] = set()  # of them, those whose masters do not have theirs yet
+        self.kept = 0  # open blocks in which all is gathered: no unit is freed, and a forward needs no message
         self._norm: torch.Tensor | None = None  # of the gradients as reduced, if a clip has taken it
         self._finite: bool | None = None  # the answer, once read from the device
         self.is_busy: Callable[[Unit], bool] = lambda unit: False  # these two are replaced by the hooks
@@ -109,10 +111,12 @@ class Engine:
     # ---- what the hooks call ----
 
     def forward_begins(self) -> None:
-        self.forward_order.begin()
+        if not self.kept:
+            self.forward_order.begin()
 
     def forward_ends(self) -> None:
-        self.forward_order.end()
+        if not self.kept:
+            self.forward_order.end()
 
     def backward_begins(self) -> None:
         self.backward_order.begin()
@@ -120,7 +124,8 @@ class Engine:
         self._reduces.begin(reduces, self.backward_order.sequence, self._prefetch)
 
     def need(self, unit: Unit, in_backward: bool) -> None:
-        (self.backward_order if in_backward else self.forward_order).request(unit.index)
+        if in_backward or not self.kept:
+            (self.backward_order if in_backward else self.forward_order).request(unit.index)
         self._await_gather(unit)
 
     def done(self, unit: Unit, in_backward: bool) -> None:
@@ -187,6 +192,8 @@ class Engine:
         unit.gathering = None
 
     def _free(self, unit: Unit) -> None:
+        if self.kept:
+            return
         if unit.gathering is not None:
             self._wait_gather(unit)
             unit.free()
@@ -210,6 +217,12 @@ class Engine:
     def free_all(self) -> None:
         for unit in self.units:
             self._free(unit)
+
+    def free_idle(self) -> None:
+        """Every unit but those that a forward or backward under way is in."""
+        for unit in self.units:
+            if not self.is_busy(unit):
+                self._free(unit)
 
     def gather_all(self) -> None:
         """Every unit, for use outside a forward; a collective."""
@@ -324,6 +337,18 @@ class Engine:
         self._reduced.clear()
         self._unattached.clear()
         self._norm = self._finite = self.clipped_to = None
+
+    def has_gradient(self, unit: Unit) -> bool:
+        """Whether a backward has reduced the unit since the last step."""
+        return unit.index in self._reduced
+
+    def drop_gradient_of(self, unit: Unit, param: OwnedParameter) -> None:
+        """Forget the gradient of one parameter."""
+        for ticket in unit.reducing:
+            ticket.wait()
+        unit.drop_scratch()
+        unit.drop_gradient_of(param)
+        self._norm = self._finite = None
 
     def set_norm(self, norm: torch.Tensor) -> None:
         """The joint norm of the gradients as they are now: tells whether the next step is skipped."""
@@ -452,6 +477,15 @@ class Engine:
         """RuntimeError after :meth:`close`."""
         if self._closed:
             raise RuntimeError("owned.close() was called: no forward, backward or step of this model can follow it")
+
+    def refuse_in_block(self, operation: str) -> None:
+        """RuntimeError where ``operation`` would leave the weights shown in an open block behind."""
+        if self.kept:
+            raise RuntimeError(
+                f"{operation} inside `with owned.gathered():` would leave the weights shown there behind. Call it "
+                "after the block; to change weights in it, open it with `owned.gathered(write=True)` and change them "
+                "in place"
+            )
 
     def close(self) -> None:
         self._closed = True

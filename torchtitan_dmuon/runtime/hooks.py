@@ -11,18 +11,18 @@ another's exit has finished, so it can be freed even where no gradient reaches i
 
 from __future__ import annotations
 
-import dataclasses
+import functools
+import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.autograd import Variable
 
+from .forward_io import explain_dtypes, results_in, tensors_in
 from .unit import Unit
-
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, torch.Generator)
 
 
 class Engine(Protocol):
@@ -42,26 +42,6 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def tensors_in(value: Any, strict: bool) -> Iterator[torch.Tensor]:
-    """Tensors in nested containers and dataclasses. With ``strict``, a type that cannot be looked into raises."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item, strict)
-    elif isinstance(value, list | tuple | set | frozenset):
-        for item in value:
-            yield from tensors_in(item, strict)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name), strict)
-    elif strict and not isinstance(value, _PLAIN):
-        raise TypeError(
-            f"a unit's forward returned a {type(value).__qualname__}, which cannot be searched for tensors, so its "
-            f"backward could not be prepared. Return tensors, dicts, lists, tuples or dataclasses."
-        )
-
-
 class _Token:
     """Alive while a backward that this file has seen is running; dies with an exception in it."""
 
@@ -69,8 +49,11 @@ class _Token:
 class _UnitHooks:
     """Per-unit state of the rules: open forward calls, the span the backward is in, gradients seen."""
 
-    def __init__(self, hooks: Hooks, unit: Unit) -> None:
-        self.hooks, self.unit = hooks, unit
+    def __init__(self, hooks: Hooks, unit: Unit, modules: list[nn.Module]) -> None:
+        self.hooks, self.unit, self.modules = hooks, unit, modules
+        # A unit of several modules is entered by the first that runs, and left when each has run.
+        self.due: set[nn.Module] = set()
+        self.enter = 0
         self.open_calls: list[tuple[int, list[Any]]] = []  # (enter, autograd nodes of the inputs)
         self.current: int | None = None
         self.task: int | None = None
@@ -79,10 +62,15 @@ class _UnitHooks:
 
     @property
     def busy(self) -> bool:
-        return bool(self.open_calls) or self.current is not None
+        return self.busy_in_forward or self.current is not None
+
+    @property
+    def busy_in_forward(self) -> bool:
+        return bool(self.open_calls or self.due)
 
     def reset(self) -> None:
         self.open_calls.clear()
+        self.due.clear()
         self.current = self.task = self.expected = None
         self.seen = 0
 
@@ -94,28 +82,33 @@ class _UnitHooks:
             return
         hooks.engine.need(self.unit, False)
         hooks.clock += 1
-        enter = hooks.clock
+        enters = not self.due
+        if enters:
+            self.due, self.enter = set(self.modules), hooks.clock
+        enter = self.enter
         given: list[Any] = []
         self.open_calls.append((enter, given))
         if torch.is_grad_enabled():
-            for tensor in tensors_in((args, kwargs), strict=False):
+            for tensor in tensors_in((args, kwargs)):
                 if tensor.grad_fn is not None:
                     given.append(tensor.grad_fn)
-                    tensor.register_hook(lambda _grad, enter=enter: self.leave(enter))
+                    if enters:
+                        tensor.register_hook(lambda _grad, enter=enter: self.leave(enter))
 
-    def post_forward(self, out: Any) -> None:
+    def post_forward(self, module: nn.Module, out: Any) -> None:
         if in_backward() or not self.open_calls:
             return
         hooks = self.hooks
         enter, given = self.open_calls.pop()
         hooks.clock += 1
         exit_ = hooks.clock
-        if not self.open_calls:
+        self.due.discard(module)
+        if not self.busy_in_forward:
             hooks.engine.done(self.unit, False)
         if out is None or not torch.is_grad_enabled():
             return
         prepare = lambda _grad: self.pre_backward(enter, exit_)  # noqa: E731
-        for tensor in tensors_in(out, strict=True):
+        for tensor in results_in(self.unit, out):
             if tensor.grad_fn is None:
                 continue  # a leaf, or an output no gradient reaches
             if any(tensor.grad_fn is node for node in given):
@@ -124,6 +117,12 @@ class _UnitHooks:
             base = tensor._base  # an in-place change of a view replaces the view's own history
             if base is not None and base.grad_fn is not None:
                 base.register_hook(prepare)
+
+    def forward_ends(self) -> None:
+        """The model's forward is over; some of the unit's modules may not have run."""
+        if self.due and not self.open_calls:
+            self.due.clear()
+            self.hooks.engine.done(self.unit, False)
 
     def touch(self) -> None:
         self.hooks.watch_backward()  # first: it forgets a backward that failed
@@ -169,7 +168,8 @@ class Hooks:
         self.engine = engine
         self.clock = 0
         self.any_gradient = False
-        self.by_unit = [_UnitHooks(self, unit) for unit in engine.units]
+        self.by_unit = [_UnitHooks(self, unit, modules_of[unit.index]) for unit in engine.units]
+        self._around: dict[nn.Module, list[tuple[Callable[..., None], Callable[..., None]]]] = {}
         self._token: Callable[[], _Token | None] = lambda: None
         self._backward_open = False
         self._root_depth = 0
@@ -191,16 +191,50 @@ class Hooks:
             state.pre_forward(args, kwargs)
 
         @torch._dynamo.disable
-        def post(_module: nn.Module, _args: Any, out: Any) -> None:
-            state.post_forward(out)
+        def post(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+            if out is None:
+                explain_dtypes(sys.exc_info()[1], state.unit, module, (args, kwargs))
+            state.post_forward(module, out)
 
+        self._hook(module, pre, post)
+
+    def _hook(self, module: nn.Module, pre: Callable[..., None], post: Callable[..., None]) -> None:
+        self._around.setdefault(module, []).append((pre, post))
         self.handles.append(module.register_forward_pre_hook(pre, with_kwargs=True, prepend=True))
         # always_call: activation checkpointing stops a recompute early and would skip ordinary hooks.
-        self.handles.append(module.register_forward_hook(post, always_call=True))
+        self.handles.append(module.register_forward_hook(post, with_kwargs=True, always_call=True))
+
+    def register_method(self, module: nn.Module, name: str) -> None:
+        """From now on the method does to the units of ``module`` what its forward does. Nothing to do where those of
+        units inside are all the weights it holds; ValueError where it holds one of an outer unit."""
+        if module not in self._around:
+            inside = set(module.modules())
+            for unit in (state.unit for state in self.by_unit if inside.isdisjoint(state.modules)):
+                if held := [p.name for p in unit.params for m, _ in p.slots if m in inside]:
+                    raise ValueError(
+                        f"{type(module).__qualname__} is no unit; {held[0]}, which it holds, belongs to {unit.name}: "
+                        "register a method of that unit's module, or list this module in `units`"
+                    )
+            return
+        method, around = getattr(module, name), self._around[module]
+
+        @functools.wraps(method)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            for pre, _ in reversed(around):
+                pre(module, args, kwargs)
+            out = None
+            try:
+                out = method(*args, **kwargs)
+            finally:
+                for _, post in around:
+                    post(module, args, kwargs, out)
+            return out
+
+        setattr(module, name, wrapped)
 
     def _register_root(self, root: nn.Module) -> None:
         @torch._dynamo.disable
-        def pre(_module: nn.Module, _args: Any) -> None:
+        def pre(_module: nn.Module, _args: Any, _kwargs: Any) -> None:
             if in_backward():
                 return
             if self._root_depth == 0 or not any(s.open_calls for s in self.by_unit):
@@ -210,15 +244,16 @@ class Hooks:
             self._root_depth += 1
 
         @torch._dynamo.disable
-        def post(_module: nn.Module, _args: Any, out: Any) -> None:
+        def post(_module: nn.Module, _args: Any, _kwargs: Any, out: Any) -> None:
             if in_backward() or self._root_depth == 0:
                 return
             self._root_depth -= 1
             if self._root_depth == 0 and out is not None:
+                for state in self.by_unit:
+                    state.forward_ends()
                 self.engine.forward_ends()
 
-        self.handles.append(root.register_forward_pre_hook(pre, prepend=True))
-        self.handles.append(root.register_forward_hook(post, always_call=True))
+        self._hook(root, pre, post)
 
     def _drop_failed_pass(self) -> None:
         """A pass begins: what a failed forward or backward left behind goes. Sums of units that a backward had reduced

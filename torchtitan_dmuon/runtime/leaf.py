@@ -10,7 +10,6 @@ methods `torch.nn.Module` calls for each submodule, and of the root's `zero_grad
 
 from __future__ import annotations
 
-import logging
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,9 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from .parameter import FreedParameter, OwnedParameter
-
-logger = logging.getLogger(__name__)
+from .parameter import FreedParameter, OwnedParameter, require_unreplaced, warn_of_cast
 
 
 class MasterStore(Protocol):
@@ -32,14 +29,18 @@ class MasterStore(Protocol):
 
     def load_master(self, param: OwnedParameter, value: Any) -> None: ...
 
+    def refuse_load(self) -> None:
+        """RuntimeError where a load would leave gathered weights behind."""
+
     def mark_stale(self) -> None: ...
 
 
 @contextmanager
-def _absent(module: nn.Module, attributes: list[str]) -> Iterator[None]:
+def _absent(module: nn.Module, owned: dict[str, OwnedParameter]) -> Iterator[None]:
     """The module's walks see no parameter under these names; their order in the module is kept."""
-    shown = {a: module._parameters[a] for a in attributes}
-    for attribute in attributes:
+    require_unreplaced(owned.values())
+    shown = {a: module._parameters[a] for a in owned}
+    for attribute in owned:
         module._parameters[attribute] = None
     try:
         yield
@@ -57,19 +58,13 @@ def adapt_leaf(module: nn.Module, owned: dict[str, OwnedParameter], store: Maste
         for param in owned.values():
             dtype = param.placeholder.dtype
             if (wanted := fn(torch.empty(0, dtype=dtype)).dtype) != dtype:
-                logger.warning(
-                    "%s stays %s where the model is cast to %s: the dtype of owned weights is mp_policy's param_dtype, "
-                    "given to own_matrices",
-                    param.name,
-                    dtype,
-                    wanted,
-                )
+                warn_of_cast(param.name, dtype, wanted)
                 break
-        with _absent(module, attributes):
+        with _absent(module, owned):
             return apply(fn, recurse)
 
     def _save_to_state_dict(self: nn.Module, destination: Any, prefix: str, keep_vars: bool) -> None:
-        with _absent(module, attributes):
+        with _absent(module, owned):
             save(destination, prefix, keep_vars)
         for attribute, param in owned.items():
             if (value := store.master_state(param)) is not None:
@@ -85,8 +80,9 @@ def adapt_leaf(module: nn.Module, owned: dict[str, OwnedParameter], store: Maste
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
+        store.refuse_load()
         values = {a: state_dict.pop(prefix + a) for a in attributes if prefix + a in state_dict}
-        with _absent(module, attributes):
+        with _absent(module, owned):
             load(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         for attribute, param in owned.items():
             if attribute in values:
@@ -108,14 +104,17 @@ def adapt_leaf(module: nn.Module, owned: dict[str, OwnedParameter], store: Maste
     module._load_from_state_dict = types.MethodType(_load_from_state_dict, module)  # type: ignore[method-assign]
 
 
-def adapt_root(model: nn.Module, placeholder: FreedParameter, drop_gradients: Callable[[], None]) -> None:
-    """`model.zero_grad()` also forgets owned gradients: they are not in the modules, so the walk would miss them. To
-    pickle or copy the model is refused as it is for the ``placeholder``."""
+def adapt_root(
+    model: nn.Module, placeholder: FreedParameter, drop_gradients: Callable[[], None], refuse_load: Callable[[], None]
+) -> None:
+    """`model.zero_grad()` also forgets owned gradients: they are not in the modules, so the walk may miss them. To
+    pickle or copy the model is refused as it is for the ``placeholder``; a load, before it has changed anything."""
     zero = model.zero_grad
 
     def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
-        zero(set_to_none)
         drop_gradients()
+        zero(set_to_none)
 
     model.zero_grad = types.MethodType(zero_grad, model)  # type: ignore[method-assign]
+    model.register_load_state_dict_pre_hook(lambda *_: refuse_load())
     model.__reduce_ex__ = placeholder.refuse_copy  # type: ignore[method-assign]

@@ -121,6 +121,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
         Where a gradient is not finite on any rank nothing changes on any, no hook of a step runs, and
         ``step_was_skipped`` says so.
         """
+        self.engine.refuse_in_block("optimizer.step")
         loss = None
         if closure is not None:
             with torch.enable_grad():

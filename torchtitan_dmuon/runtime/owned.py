@@ -10,7 +10,7 @@ import contextlib
 import datetime
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from ..topology import Topology, UnitLayout
 from . import order_check
 from .clip import clip_gradients
 from .engine import Engine
+from .gathered_block import GatheredBlocks
 from .hooks import Hooks
 from .leaf import adapt_leaf, adapt_root
 from .optimizer import OptimizerFactory, OwnedOptimizer
@@ -35,7 +36,7 @@ from .options import check_options, unit_dtypes
 from .parameter import FreedParameter, OwnedParameter
 from .rank_grid import RankGrid
 from .row_shards import RowShards
-from .selection import Select, group_units, parameter_slots, select_riders, select_specs
+from .selection import Select, Slots, UnitModules, group_units, parameter_slots, select_riders, select_specs
 from .transport import Transport, check_transport, connect
 from .unit import Unit
 from .wires import Control
@@ -47,7 +48,7 @@ def own_matrices(
     model: nn.Module,
     mesh: DeviceMesh | RankGrid,
     select: Select | Sequence[OwnedSpec],
-    units: Iterable[nn.Module],
+    units: Iterable[UnitModules],
     mp_policy: MixedPrecisionPolicy | None = None,
     *,
     layouts: Mapping[str, MatrixLayout] | None = None,
@@ -77,8 +78,8 @@ def own_matrices(
         select: regular expression over canonical names, predicate (name, parameter), or the specs themselves. 1-D
             parameters it matches are no matrices; they are logged, and left to FSDP2 unless they are riders.
         units: modules whose owned parameters are gathered and reduced together, in forward order: those given to
-            `fully_shard`. Parameters in none of them form a unit of the whole model; parameters that several units
-            share form units of their own.
+            `fully_shard`, a list of modules for one unit included. Parameters in none of them form a unit of the whole
+            model; parameters that several units share form units of their own.
         mp_policy: ``param_dtype`` is the dtype of gathered weights (default: the parameters'), ``reduce_dtype`` that of
             gradient sums (default float32): float32, bfloat16 or float16. Inputs are never cast here.
         layouts: name pattern -> layout of fused weights; others are one matrix each.
@@ -118,7 +119,7 @@ def own_matrices(
     specs = select_specs(slots, select, layouts or {}, stacks)
     if riders is not None:
         specs += select_riders(model, slots, specs, units, riders)
-    chosen = {spec.name: slots[spec.name] for spec in specs}
+    chosen = slots.of(spec.name for spec in specs)
     _check_unowned(chosen)
     grouped, modules_of = group_units(model, units, chosen)
     dtypes = unit_dtypes(grouped, chosen, policy)
@@ -177,7 +178,7 @@ class OwnedMatrices:
         rank: int,
         device: torch.device,
         specs: list[OwnedSpec],
-        slots: Mapping[str, list[tuple[nn.Module, str]]],
+        slots: Slots,
         grouped: list[tuple[str, list[str]]],
         modules_of: dict[int, list[nn.Module]],
         transport: Transport,
@@ -203,7 +204,7 @@ class OwnedMatrices:
                 old = module._parameters[attribute]
                 assert old is not None
                 initial[name] = old
-                params.append(OwnedParameter(by_name[name], slots[name], dtype, old.requires_grad))
+                params.append(OwnedParameter(by_name[name], slots[name], dtype, old.requires_grad, device))
             layout = UnitLayout.build(
                 topology, [(p.key, p.numel, plan.roots[p.key]) for param in params for p in param.pieces]
             )
@@ -224,7 +225,12 @@ class OwnedMatrices:
         )
         self.hooks = Hooks(self.engine, model, modules_of)
         self.engine.is_busy, self.engine.gets_no_gradient = self.hooks.is_busy, self.hooks.gets_no_gradient
+        self._names = slots.names
         self._params = {param.name: (unit, param) for unit in units for param in unit.params}
+        self.blocks = GatheredBlocks(self.engine, self._params.values())
+        for unit, param in self._params.values():
+            param.placeholder.has_gradient = functools.partial(self.engine.has_gradient, unit)
+            param.placeholder.drop_gradient = functools.partial(self.engine.drop_gradient_of, unit, param)
         self._uninitialized = self.engine.uninitialized
         self._uninitialized.update(name for name, old in initial.items() if old.is_meta)
         for name, old in initial.items():
@@ -236,7 +242,12 @@ class OwnedMatrices:
                 by_module.setdefault(module, {})[attribute] = param
         for module, owned in by_module.items():
             adapt_leaf(module, owned, self)
-        adapt_root(model, units[0].params[0].placeholder, self.engine.drop_gradients)
+        adapt_root(
+            model,
+            units[0].params[0].placeholder,
+            self.engine.drop_gradients,
+            self.refuse_load,
+        )
 
     # ---- what a user asks ----
 
@@ -286,7 +297,7 @@ class OwnedMatrices:
         kinds: list[set[bool]] = [set() for _ in rules]  # of the parameters that a group takes on any rank
         unmatched = []
         for name, (unit, param) in self._params.items():
-            index = next((i for i, (rule, _) in enumerate(rules) if rule(name)), None)
+            index = next((i for i, (rule, _) in enumerate(rules) if any(map(rule, self._names[name]))), None)
             if index is None:
                 unmatched.append(name)
                 continue
@@ -314,10 +325,11 @@ class OwnedMatrices:
         self.engine.has_optimizer = True
         return optimizer_cls(self.engine, inner)
 
-    def clip_grad_norm_(self, model: nn.Module, max_norm: float) -> torch.Tensor:
+    def clip_grad_norm_(self, model: nn.Module | Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
         """Clip gradients as `own_matrices` was told (`clip`), by default owned and FSDP2's by one joint norm; return
-        the norm of all of them (float32, before the clip). A collective."""
-        return clip_gradients(self.engine, model.parameters(), max_norm)
+        the norm of all of them (float32, before the clip). ``model`` may be parameters; the owned ones always count. A
+        collective."""
+        return clip_gradients(self.engine, model, max_norm)
 
     def set_is_last_backward(self, value: bool, step_follows: bool | None = None) -> None:
         """Before a backward: whether the step follows it. Otherwise its sums stay inside each node until the last.
@@ -325,33 +337,22 @@ class OwnedMatrices:
         self.engine.is_last_backward = value
         self.engine.step_follows = value if step_follows is None else step_follows
 
-    @contextlib.contextmanager
-    def gathered(self) -> Iterator[None]:
-        """All owned weights in their modules, for reading outside a forward. A collective; gradients are off, since a
-        graph would keep weights that are freed here. RuntimeError at the end if a weight was changed: it is a copy."""
-        self.engine.gather_all()
-        try:
-            with torch.no_grad():
-                yield
-                changed = min(filter(None, self.engine.control.all_gather(self._changed())), default=None)
-            if changed is not None:
-                raise RuntimeError(
-                    f"{changed} was changed inside `with owned.gathered():`, which shows copies that are dropped after "
-                    "it. Change the masters instead: owned.fill(name, value_of) or model.load_state_dict, on all ranks"
-                )
-        finally:
-            self.engine.free_all()
+    def gathered(self, write: bool = False) -> contextlib.AbstractContextManager[None]:
+        """All owned weights in their modules until the block ends, for reading and for any number of forwards, on each
+        rank as it likes. Begin and end are collectives; gradients are off inside.
 
-    def _changed(self) -> str | None:
-        """The first gathered weight that is not this rank's master in compute dtype, bit for bit."""
-        for name, (unit, param) in self._params.items():
-            for piece in param.pieces:
-                if piece.key in unit.master_of:
-                    shown = param.weight if param.whole else param.weight[piece.start : piece.stop]
-                    master = unit.master_of[piece.key].to(shown.dtype).view(shown.shape)
-                    if not torch.equal(shown.reshape(-1).view(torch.uint8), master.reshape(-1).view(torch.uint8)):
-                        return name
-        return None
+        The weights are copies: with ``write`` the elements changed in place, alike on every rank, go to the masters at
+        the end; otherwise a change is a RuntimeError there. What would leave the copies behind (`fill`, a load, a step,
+        a publish) is refused inside. If the block raises, nothing is written.
+        """
+        return self.blocks.opened(write)
+
+    def register_forward_method(self, module: nn.Module, method_name: str) -> None:
+        """From now on ``module.method_name(...)`` gathers, frees and prepares the backward as ``module(...)`` does: the
+        counterpart of FSDP2's `register_fsdp_forward_method`. ``module`` is a unit or the whole model."""
+        if not callable(getattr(module, method_name, None)):
+            raise ValueError(f"{type(module).__qualname__} has no method {method_name!r}")
+        self.hooks.register_method(module, method_name)
 
     @torch.no_grad()
     def initialize(self, init: Callable[[str, torch.Tensor], None], seed: int = 0) -> None:
@@ -361,18 +362,19 @@ class OwnedMatrices:
         Each piece has a random stream of its own, derived from (seed, name, slice), so the weights depend neither on
         the world size nor on the plan. Only one piece at a time is in memory.
         """
+        self.engine.refuse_in_block("owned.initialize")
         for _, param in self._params.values():
             self.initialize_one(param.name, functools.partial(init, param.name), seed)
 
     @torch.no_grad()
     def initialize_one(self, name: str, init: Callable[[torch.Tensor], Any], seed: int) -> None:
         """:meth:`initialize` for one parameter."""
-        unit, _ = self._params[name]
+        unit, param = self._find(name)
 
         def draw(piece: Piece) -> torch.Tensor:
             value = torch.empty(piece.shape, dtype=torch.float32, device=unit.device)
             with torch.random.fork_rng(devices=[unit.device] if unit.device.type == "cuda" else []):
-                torch.manual_seed(stream_seed(seed, name, piece.start))
+                torch.manual_seed(stream_seed(seed, param.name, piece.start))
                 init(value)
             return value
 
@@ -381,12 +383,20 @@ class OwnedMatrices:
     @torch.no_grad()
     def fill(self, name: str, value_of: Callable[[Piece], torch.Tensor]) -> None:
         """Set a parameter's masters: ``value_of(piece)`` is asked for each piece this rank holds. Call on all ranks."""
-        unit, param = self._params[name]
+        self.engine.refuse_in_block("owned.fill")
+        unit, param = self._find(name)
         for piece in param.pieces:
             if piece.key in unit.master_of:
                 unit.master_of[piece.key].copy_(value_of(piece).reshape(piece.shape))
-        self._uninitialized.discard(name)
+        self._uninitialized.discard(param.name)
         self.mark_stale()
+
+    def _find(self, name: str) -> tuple[Unit, OwnedParameter]:
+        """By any name of a parameter."""
+        first = next((first for first, names in self._names.items() if name in names), None)
+        if first is None:
+            raise KeyError(f"{name} is no owned parameter; their names look like: {', '.join(self.names[:4])}")
+        return self._params[first]
 
     def owned_parameters(self) -> list[OwnedParameter]:
         """The owned parameters, unit by unit."""
@@ -394,6 +404,7 @@ class OwnedMatrices:
 
     def publish(self) -> None:
         """Bring every holder's copy up to date with the masters now. A collective."""
+        self.engine.refuse_in_block("owned.publish")
         self.engine.free_all()
         self.engine.publish_all()
 
@@ -403,6 +414,7 @@ class OwnedMatrices:
     # ---- MasterStore, for the modules' state dicts ----
 
     def master_state(self, param: OwnedParameter) -> Any | None:
+        self.blocks.refuse_pending("the state dict of owned weights")
         unit, _ = self._params[param.name]
         # Under replica ownership the replica that sums the gradient speaks for the others.
         mine = {p.start: unit.master_of[p.key].detach() for p in param.pieces if p.key in unit.rooted}
@@ -414,6 +426,9 @@ class OwnedMatrices:
     def load_master(self, param: OwnedParameter, value: torch.Tensor | RowShards) -> None:
         self._write(param.name, value)
         self._uninitialized.discard(param.name)
+
+    def refuse_load(self) -> None:
+        self.engine.refuse_in_block("load_state_dict")
 
     def mark_stale(self) -> None:
         self.engine.free_all()

@@ -25,7 +25,7 @@ from ..matrices import Piece
 from ..muon import set_layout
 from ..topology import SLOT_ELEMENTS, Routes, UnitLayout
 from .lanes import Ticket
-from .parameter import OwnedParameter
+from .parameter import OwnedParameter, require_unreplaced
 
 Ranges = dict[tuple[int, int], torch.Tensor]
 
@@ -66,6 +66,7 @@ class Unit:
                 value = self._piece_view(views, param.pieces[0]).view(param.spec.shape)
             else:
                 value = torch.empty(param.spec.shape, dtype=compute_dtype, device=device)
+            param.values = value
             param.weight = nn.Parameter(value, requires_grad=param.placeholder.requires_grad)
             if not param.whole:
                 param.weight.untyped_storage().resize_(0)
@@ -107,6 +108,11 @@ class Unit:
         start = self.layout.slots[key]
         return start, start + self.layout.sizes[key]
 
+    def _slot(self, key: str) -> tuple[int, int]:
+        """The span and the spare elements behind it."""
+        start, stop = self._span(key)
+        return start, start + (stop - start + SLOT_ELEMENTS) // SLOT_ELEMENTS * SLOT_ELEMENTS
+
     def _in(self, ranges: tuple[tuple[int, int], ...], key: str) -> bool:
         start, stop = self._span(key)
         return any(low <= start and stop <= high for low, high in ranges)
@@ -125,6 +131,7 @@ class Unit:
     # ---- gathered weights ----
 
     def allocate(self) -> None:
+        require_unreplaced(self.params)
         if not self.resident:
             self.flat.untyped_storage().resize_(self._flat_bytes)
 
@@ -172,7 +179,7 @@ class Unit:
                 )
             for piece in param.pieces:
                 start, stop = self._span(piece.key)
-                end = start + (stop - start + SLOT_ELEMENTS) // SLOT_ELEMENTS * SLOT_ELEMENTS
+                end = self._slot(piece.key)[1]
                 if grad is None:
                     contrib[start:end].zero_()
                     continue
@@ -195,6 +202,15 @@ class Unit:
         self.reducing.clear()
         for parameter in self.master_of.values():
             parameter.grad = None
+
+    def drop_gradient_of(self, param: OwnedParameter) -> None:
+        """Forget the reduced and partial gradient of one parameter, as if no rank had used it."""
+        for piece in param.pieces:
+            start, stop = self._slot(piece.key)
+            for ranges in (self.grad, *self.partial.values()):
+                for (low, high), tensor in ranges.items():
+                    if low <= start < high:
+                        tensor[start - low : stop - low].zero_()
 
     def used_flags(self) -> list[torch.Tensor]:
         """One element per owned piece: how many ranks and micro-batches used it since the last step."""
