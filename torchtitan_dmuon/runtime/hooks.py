@@ -149,7 +149,12 @@ class _UnitHooks:
         """How many of the unit's weights the backward that is running reaches."""
         # Fetched anew in every backward: a kept accumulation node keeps a stale CUDA stream.
         nodes = [torch.autograd.graph.get_gradient_edge(p.weight).node for p in self.unit.trainable()]
-        return sum(torch._C._will_engine_execute_node(n) for n in nodes)
+        try:
+            return sum(torch._C._will_engine_execute_node(n) for n in nodes)
+        except RuntimeError as error:  # torch.autograd.grad of weights, which accumulates nothing, cannot be asked
+            if "autograd.grad" not in str(error):
+                raise
+            return 0
 
     def post_accumulate(self) -> None:
         self.touch()
