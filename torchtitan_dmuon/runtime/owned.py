@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -21,11 +20,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from ..costs import CostModel
-from ..matrices import MatrixLayout, OwnedSpec, Piece, count_matrices
-from ..ownership import MeshSpec, OwnershipPlan, assign
+from ..matrices import MatrixLayout, OwnedSpec, Piece
+from ..ownership import OwnershipPlan
 from ..seeding import stream_seed
 from ..topology import Topology, UnitLayout
 from . import order_check
+from .agreed_plan import compare_ranks, make_plan
 from .clip import clip_gradients
 from .engine import Engine
 from .gathered_block import GatheredBlocks
@@ -40,8 +40,6 @@ from .selection import Select, Slots, UnitModules, group_units, parameter_slots,
 from .transport import Transport, check_transport, connect
 from .unit import Unit
 from .wires import Control
-
-logger = logging.getLogger(__name__)
 
 
 def own_matrices(
@@ -123,7 +121,7 @@ def own_matrices(
     _check_unowned(chosen)
     grouped, modules_of = group_units(model, units, chosen)
     dtypes = unit_dtypes(grouped, chosen, policy)
-    plan = _plan(specs, grouped, topology, balance, cost)
+    plan = make_plan(specs, grouped, topology, balance, cost)
     reduce_dtype = policy.reduce_dtype or torch.float32
     divide_factor = float(topology.world if gradient_divide_factor is None else gradient_divide_factor)
     options = {  # what the plan does not hold
@@ -142,7 +140,7 @@ def own_matrices(
 
     rank = grid.own_index() if topology.world > 1 else 0
     target = torch.device(device) if device is not None else grid.device()
-    _compare_ranks(plan, options, Control(grid.groups), rank)
+    compare_ranks(plan, options, Control(grid.groups), rank)
     mover, control, groups = connect(topology, grid.ranks, rank, target, transport, timeout)
     return OwnedMatrices(
         model,
@@ -453,47 +451,3 @@ def _check_unowned(chosen: Mapping[str, list[tuple[nn.Module, str]]]) -> None:
             raise ValueError(f"{name} is owned already: own_matrices was called on this model before")
         if isinstance(module._parameters[attribute], DTensor):
             raise ValueError(f"{name} is sharded already: call own_matrices before fully_shard")
-
-
-def _plan(
-    specs: list[OwnedSpec],
-    grouped: list[tuple[str, list[str]]],
-    topology: Topology,
-    balance: str,
-    cost: CostModel | None,
-) -> OwnershipPlan:
-    pieces: dict[str, tuple[Piece, ...]] = {spec.name: spec.pieces() for spec in specs}
-    unit_of = {p.key: i for i, (_, names) in enumerate(grouped) for n in names for p in pieces[n]}
-    mesh = MeshSpec(topology.world, topology.shard_size, topology.ranks_per_node)
-    every = [p for ps in pieces.values() for p in ps]
-    plan = assign(every, mesh, balance=balance, ownership=topology.ownership, cost=cost, unit_of=unit_of)
-    riders = sum(p.rider for p in every)
-    logger.info(
-        "%d matrices in %d pieces and %d riders on %d owners, largest load %.3f times the mean",
-        count_matrices(every),
-        len(every) - riders,
-        riders,
-        plan.n_owners,
-        plan.imbalance,
-    )
-    return plan
-
-
-def _compare_ranks(plan: OwnershipPlan, options: Mapping[str, Any], control: Control, rank: int) -> None:
-    """Raise on every rank, showing what differs, unless all ranks derived the same plan (invariant 6) and have equal
-    options."""
-    every = control.all_gather((plan.digest, options))
-    other = next((r for r, each in enumerate(every) if each != every[0]), None)
-    if other is None:
-        return
-    (digest, first), (other_digest, second) = every[0], every[other]
-    if digest == other_digest:
-        lines = [f"{name}: {first[name]} against {second[name]}" for name in first if first[name] != second[name]]
-        raise RuntimeError(
-            f"ranks 0 and {other} of the data-parallel group have different options:\n  " + "\n  ".join(lines)
-        )
-    plans = control.all_gather(plan.to_json() if rank in (0, other) else None)
-    lines = OwnershipPlan.from_json(plans[0]).difference(OwnershipPlan.from_json(plans[other]))
-    raise RuntimeError(
-        f"ranks 0 and {other} of the data-parallel group derived different ownership plans:\n  " + "\n  ".join(lines)
-    )

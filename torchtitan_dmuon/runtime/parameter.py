@@ -82,7 +82,7 @@ class FreedTensor(torch.Tensor):
             "before own_matrices; save its state dict, or load that into another model (through DCP)"
         )
 
-    __deepcopy__ = __reduce_ex__ = refuse_copy
+    __deepcopy__ = __reduce_ex__ = _reduce_ex_internal = refuse_copy
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         described = f"{self.dmuon_name}, shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}'"
@@ -97,7 +97,7 @@ class FreedTensor(torch.Tensor):
         name = getattr(func, "__name__", str(func))
         first: Any = args[0] if args else None
         if name in ("__get__", "__set__"):
-            name = func.__self__.__name__
+            name = getattr(func.__self__, "__name__", "")  # of a property there is none
             if name == "data" and isinstance(first, FreedTensor):
                 return first._data(*args[1:])
         elif name in _ALIKE or (name in _RECAST and not isinstance(first, FreedTensor)):
