@@ -21,7 +21,7 @@ import torch
 from ..topology import Topology
 from .lanes import Exposure, Lane, Ticket, make_lane
 from .order_check import OrderCheck
-from .parameter import OwnedParameter
+from .parameter import OwnedParameter, require_unreplaced
 from .schedule import GatherOrder, ReduceQueue, agreed_sequence
 from .transport import PHASES, Transport
 from .unit import Ranges, Unit, slice_of
@@ -178,6 +178,7 @@ class Engine:
         self.transport.gather(unit)
 
     def _await_gather(self, unit: Unit) -> None:
+        require_unreplaced(unit.params)
         if unit.gathered:
             return
         self._wait_gather(unit)

@@ -34,11 +34,10 @@ _DESCRIBING = {
 # What makes a tensor of the same kind, or asks what one element of it tells.
 _ALIKE = {
     "new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full", "new_tensor", "new", "empty_like",
-    "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like", "type_as", "is_shared",
-    "is_pinned",
+    "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like", "is_shared", "is_pinned",
 }  # fmt: skip
 # What gives the same weight in another dtype or on another device: again something without values.
-_RECAST = {"to", "type", "float", "half", "bfloat16", "double", "cpu", "cuda", "detach"}
+_RECAST = {"to", "type", "type_as", "float", "half", "bfloat16", "double", "cpu", "cuda", "detach"}
 
 
 def warn_of_cast(name: str, dtype: torch.dtype, wanted: torch.dtype) -> None:
@@ -100,7 +99,9 @@ class FreedTensor(torch.Tensor):
             name = getattr(func.__self__, "__name__", "")  # of a property there is none
             if name == "data" and isinstance(first, FreedTensor):
                 return first._data(*args[1:])
-        elif name in _ALIKE or (name in _RECAST and not isinstance(first, FreedTensor)):
+        elif name in _ALIKE and not any(isinstance(a, FreedTensor) for a in tree_leaves((args[1:], kwargs))):
+            return func(_stand_in(first), *args[1:], **kwargs)
+        elif name in _RECAST and not isinstance(first, FreedTensor):
             return func(*map(_stand_in, args), **{k: _stand_in(v) for k, v in kwargs.items()})
         elif name in _RECAST:
             cast = func(*map(_stand_in, args), **kwargs)

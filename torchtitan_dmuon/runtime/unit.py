@@ -25,7 +25,7 @@ from ..matrices import Piece
 from ..muon import set_layout
 from ..topology import SLOT_ELEMENTS, Routes, UnitLayout
 from .lanes import Ticket
-from .parameter import OwnedParameter, require_unreplaced
+from .parameter import OwnedParameter
 
 Ranges = dict[tuple[int, int], torch.Tensor]
 
@@ -131,7 +131,6 @@ class Unit:
     # ---- gathered weights ----
 
     def allocate(self) -> None:
-        require_unreplaced(self.params)
         if not self.resident:
             self.flat.untyped_storage().resize_(self._flat_bytes)
 
