@@ -542,6 +542,8 @@ def test_declared_changes_reach_the_masters(shape, dtype):
 def _not_alike(rank: int, world: int) -> None:
     b = Bench(rank, (2, 2))
     before = b.masters()
+    x = torch.ones(2, DIM)
+    result = b.model(x).detach()
     cases = 0
     for name in NAMES:
         for change in ("scaled", "negated", "one column"):
@@ -566,6 +568,7 @@ def _not_alike(rank: int, world: int) -> None:
     with contextlib.suppress(ValueError), b.owned.gathered(write=True):
         b.model.first.weight.mul_(2)
         raise ValueError("planted")
+    assert torch.equal(b.model(x), result)
     assert cases == 72 and all(torch.equal(m, before[k]) for k, m in b.owned.masters().items())
     b.require_hidden()
     with b.owned.gathered(write=True):
@@ -586,6 +589,25 @@ def _not_alike(rank: int, world: int) -> None:
 
 def test_changes_that_are_not_declared_or_not_alike():
     run_ranks(_not_alike, 4, ranks_per_node=2)
+
+
+def _dropped(rank: int, world: int, shape: tuple[int, int]) -> None:
+    b = Bench(rank, shape)
+    x = torch.ones(2, DIM)
+    result = b.model(x).detach()
+    for write, error in ((False, None), (True, ValueError("planted")), (False, KeyboardInterrupt())):
+        with pytest.raises((RuntimeError, ValueError, KeyboardInterrupt)), b.owned.gathered(write=write):
+            b.model.first.weight.mul_(2)
+            if error:
+                raise error
+        assert torch.equal(b.model(x), result)
+    b.owned.close()
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (2, 1), (1, 2)])
+def test_a_dropped_change_is_gone(shape):
+    """Also where a rank is a shard group by itself, and what it shows is the copy that it computes with."""
+    run_ranks(_dropped, shape[0] * shape[1], shape)
 
 
 def test_fingerprints_tell_small_changes():

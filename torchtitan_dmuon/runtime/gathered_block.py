@@ -62,6 +62,9 @@ class GatheredBlocks:
                     self._write()
                 elif outermost:
                     self._require_unchanged()
+        except BaseException:
+            engine.stale = True  # a rank that is alone in its cell keeps no other copy than the one shown
+            raise
         finally:
             engine.kept -= 1
             self.writes -= write
