@@ -405,9 +405,9 @@ def table(
     """(what differs, the number of pairs tried)"""
     wrong, tried = [], 0
     b = Bench(rank, shape, **options)
+    without = outcome(b, "", None, called=False)
     for name in OPERATIONS:
         plain = None if name in IN_BLOCKS_ONLY else outcome(b, name, None)
-        without = outcome(b, name, None, called=False)
         for where in places:
             if name in IN_BLOCKS_ONLY and where == "after":
                 continue
@@ -432,9 +432,9 @@ FEW = ["inside", "nested", "after"]
 SETTINGS: dict[str, tuple[tuple[int, int], list[str], dict[str, Any]]] = {
     "1 rank": ((1, 1), FEW, {}),
     "1 x 2": ((1, 2), list(PLACES), {}),
-    "1 x 2, never resharded": ((1, 2), FEW, {"reshard_after_forward": False, "prefetch": 2}),
+    "1 x 2, never resharded": ((1, 2), FEW[:2], {"reshard_after_forward": False, "prefetch": 2}),
     "2 x 2": ((2, 2), FEW, {}),
-    "2 x 2, bf16, never resharded": ((2, 2), FEW, {"reshard_after_forward": False, "dtype": torch.bfloat16}),
+    "2 x 2, bf16, never resharded": ((2, 2), FEW[:1], {"reshard_after_forward": False, "dtype": torch.bfloat16}),
 }
 
 
@@ -443,7 +443,7 @@ def test_every_operation_at_every_place(setting):
     shape, places, options = SETTINGS[setting]
     for wrong, tried in run_ranks(table, shape[0] * shape[1], shape, places, options, limit=120):
         assert not wrong, "\n".join(wrong)
-        assert tried == len(OPERATIONS) * len(places) - len(IN_BLOCKS_ONLY)
+        assert tried == len(OPERATIONS) * len(places) - len(IN_BLOCKS_ONLY) * ("after" in places)
 
 
 def _beside_fsdp2(rank, world):
