@@ -258,6 +258,9 @@ def test_optimizers_of_all_parameters_pass_owned_ones_over():
         other.zero_grad(set_to_none=False)
         assert not other.state
     assert all(torch.equal(m, before[k]) for k, m in owned.masters().items())
+    scaler = dmuon.GradScaler(owned, "cpu")
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(others[0])  # which covers owned gradients, with their own optimizer
     owned.build_optimizer(make_muon).step()
     assert not any(torch.equal(m, before[k]) for k, m in owned.masters().items())
 

@@ -22,6 +22,8 @@ class GradScaler(torch.amp.GradScaler):
     ``options`` are torch's. What it overrides is what torch's own ShardedGradScaler does (2.11 to 2.14).
     """
 
+    covers_owned_gradients = True  # so those of an optimizer of all parameters may be passed over
+
     def __init__(self, owned: OwnedMatrices, device: str = "cuda", **options: Any) -> None:
         super().__init__(device, **options)
         self._engine = owned.engine

@@ -184,12 +184,14 @@ class FreedParameter(FreedTensor, nn.Parameter):
 
 
 def _asked_by_an_optimizer() -> bool:
-    """Whether the code of an optimizer reads a gradient: a method of one is among the nearest callers."""
+    """Whether the code of an optimizer, or of a scaler that covers owned gradients, reads a gradient: a method of it is
+    among the nearest callers."""
     frame = sys._getframe(2)
     for _ in range(3):
         if frame is None:
             return False
-        if isinstance(frame.f_locals.get("self"), torch.optim.Optimizer):
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, torch.optim.Optimizer) or getattr(caller, "covers_owned_gradients", False) is True:
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
