@@ -159,4 +159,4 @@ def test_the_log_says_what_auto_leaves_to_the_gram_form_in_16_bits(dtype, form, 
     weights = [torch.nn.Parameter(torch.ones(shape)) for shape in ((64, 64), (64, 256), (256, 512))]
     first, *more = describe_optimizer(GatherMuon(weights, ns_dtype=dtype, ns_form=form), None)
     assert f"({gram} in the Gram form)" in first
-    assert [f"{left} of them would be faster in the Gram form" in line for line in more] == [True] * bool(left)
+    assert [f"{left} of them take fewer FLOPs in the Gram form" in line for line in more] == [True] * bool(left)

@@ -210,7 +210,7 @@ def choose_form(m: int, n: int, settings: NewtonSchulz, device_type: str) -> str
 
 
 def gram_saves(m: int, n: int, settings: NewtonSchulz) -> bool:
-    """Whether the Gram form has so many FLOPs less that it is faster, at whatever accuracy."""
+    """Whether the Gram form has so many FLOPs less that it is faster in float32."""
     gain = _flops_of("standard", m, n, settings) / _flops_of("gram", m, n, settings)
     return gain >= (1.1 if min(m, n) >= 128 else 1.2)
 

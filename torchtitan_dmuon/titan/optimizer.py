@@ -270,7 +270,7 @@ def describe_optimizer(optimizer: torch.optim.Optimizer, owned: OwnedMatrices | 
     left = sum(form == "standard" and gram_saves(m, n, settings) for form, (m, n) in zip(forms, matrices, strict=True))
     if settings.form == "auto" and left:
         lines.append(
-            f"{name}: {left} of them would be faster in the Gram form, which auto leaves alone in 16 bits, as less "
-            'accurate: ns_form = "gram", or dmuon.cost_file to take it where it is measured to be faster'
+            f"{name}: {left} of them take fewer FLOPs in the Gram form, which auto leaves alone in 16 bits, as less "
+            'accurate: dmuon.cost_file takes it where it is measured to be faster, ns_form = "gram" everywhere'
         )
     return lines
