@@ -1,4 +1,4 @@
-"""State that does not depend on who owns what, for torch.distributed.checkpoint (DCP).
+"""State that does not depend on who owns what, for torch.distributed.checkpoint (DCP) and for files of one rank.
 
 Decides: what a rank contributes under a parameter's name: the whole tensor where it owns the parameter, its rows of one
 global tensor where a stack has several owners, nothing otherwise. Does not decide where files go. Keeps invariant 9:
@@ -7,7 +7,7 @@ keys are parameter names, so another plan or world size reads the same state.
     state = {"model": model.state_dict(), "optimizer": optimizer_state(optimizer)}
     dcp.save(state, checkpoint_id=path)            # and to resume, on any mesh:
     dcp.load(state, checkpoint_id=path)
-    model.load_state_dict(state["model"], strict=False)
+    model.load_state_dict(state["model"])
     load_optimizer_state(optimizer, state["optimizer"])
 """
 
@@ -17,93 +17,182 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.utils import _pytree as pytree
 
+from .muon import Muon
 from .runtime.optimizer import OwnedOptimizer
-from .runtime.row_shards import RowShards
+from .runtime.partial import PartialTensor, gathered, rows_of
 
 _NO_OPTIONS = {"params", "param_names"}  # of a parameter group
 
 
+Group = dict[str, Any]
+States = dict[torch.Tensor, dict[str, Any]]
+
+
 @torch.no_grad()
-def materialize_state(optimizer: OwnedOptimizer) -> None:
-    """Let the inner optimizers create their state without moving a weight: one step of zero gradients at rate zero."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    if optimizer.state or not params or any(p.grad is not None for p in params):
-        return
-    rates = [group.get("lr") for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        if "lr" in group:
-            group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
-    for p in params:
-        p.grad = torch.zeros_like(p)
+def _as_if_begun(optimizer: OwnedOptimizer) -> tuple[States, list[Group]]:
+    """State and parameter groups of everything this rank owns: what the optimizers have, and for parameters that had no
+    gradient yet, what they begin with. Changes nothing."""
+    states, groups = dict(optimizer.state), optimizer.state_dict()["param_groups"]
+    at = 0
+    for inner in optimizer.inners:
+        lacking = [[p for p in group["params"] if not states.get(p)] for group in inner.param_groups]
+        if isinstance(inner, Muon):
+            for group, params in zip(inner.param_groups, lacking, strict=True):
+                states |= {p: inner.fresh_state(p, group) for p in params}
+        elif any(lacking):
+            made, added = _first_step(inner, lacking)
+            states |= made
+            for group, options in zip(groups[at:], added, strict=False):
+                group.update({**options, **group})
+        at += len(inner.param_groups)
+    return states, groups
+
+
+def _first_step(inner: torch.optim.Optimizer, lacking: list[list[torch.Tensor]]) -> tuple[States, list[Group]]:
+    """The state, and by group the options, that one step of zero gradients at rate zero makes of copies of parameters
+    that are ``lacking`` it, by group. It counts as no step."""
+    before = [dict(group) for group in inner.param_groups]
+    copies = {p: torch.nn.Parameter(p.detach().clone()) for params in lacking for p in params}
     try:
-        for inner in optimizer.inners:
-            inner.step()
+        for group, params in zip(inner.param_groups, lacking, strict=True):
+            group["params"] = [copies[p] for p in params]
+            if "lr" in group:
+                group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
+        for copy in copies.values():
+            copy.grad = torch.zeros_like(copy)
+        inner.step()
     finally:
-        for p in params:
-            p.grad = None
-        for group, rate in zip(optimizer.param_groups, rates):
-            if rate is not None:
-                group["lr"] = rate
+        made = {p: inner.state.pop(copy, {}) for p, copy in copies.items()}
+        after = [dict(group) for group in inner.param_groups]
+        for group, options in zip(inner.param_groups, before, strict=True):
+            group.clear()
+            group.update(options)
+    added = [{k: v for k, v in new.items() if k not in old} for new, old in zip(after, before, strict=True)]
+    for counted in (*made.values(), *added):
+        if "step" in counted:
+            counted["step"] = torch.zeros_like(counted["step"]) if isinstance(counted["step"], torch.Tensor) else 0
+    return made, added
 
 
 def optimizer_state(optimizer: OwnedOptimizer) -> dict[str, Any]:
     """Flat state of what this rank owns: ``state.{name}.{key}`` and ``param_groups.{name}.{option}``, the keys of
     TorchTitan's checkpoints. Tensors are the optimizer's own, so a DCP load writes them in place."""
-    materialize_state(optimizer)
+    return _flat_state(optimizer, set(_params(optimizer)))
+
+
+def _flat_state(optimizer: OwnedOptimizer, of: set[torch.Tensor]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     rows: dict[str, dict[int, torch.Tensor]] = {}
-    states = optimizer.state
-    for group, name, piece_row, param in _owned(optimizer, optimizer.state_dict()["param_groups"]):
+    states, groups = _as_if_begun(optimizer)
+    for group, name, row, param in _owned(optimizer, groups):
+        if param not in of:
+            continue
         for key, value in states.get(param, {}).items():
-            if piece_row is None:
-                flat[f"state.{name}.{key}"] = value
-            elif isinstance(value, torch.Tensor) and value.ndim > 0:
-                rows.setdefault(f"state.{name}.{key}", {})[piece_row] = value
-            else:  # a counter: each piece its own, since pieces may have skipped steps apart
-                flat[f"state.{name}[{piece_row}].{key}"] = value
+            flat_key = _state_key(name, row, key, value)
+            if row is not None and flat_key == _state_key(name, None, key, value):
+                rows.setdefault(flat_key, {})[row] = value
+            else:
+                flat[flat_key] = value
         for option, value in group.items():
             if option not in _NO_OPTIONS:
                 flat[f"param_groups.{name}.{option}"] = value
-    for key, held in rows.items():
-        name = key.removeprefix("state.").rpartition(".")[0]
+    for flat_key, held in rows.items():
+        name = flat_key.removeprefix("state.").rpartition(".")[0]
         first = next(iter(held.values()))
-        flat[key] = RowShards((optimizer.stack_sizes[name], *first.shape), held)
+        shape = (optimizer.stack_sizes[name], *first.shape)
+        flat[flat_key] = rows_of(shape, held, flat_key, first.dtype, first.device)
     return flat
 
 
-def load_optimizer_state(optimizer: OwnedOptimizer, flat: Mapping[str, Any]) -> None:
-    """Inverse of :func:`optimizer_state`; keys of other optimizers are ignored. KeyError names what is missing. A
-    collective: every rank takes the options of every group."""
-    materialize_state(optimizer)
+def _state_key(name: str, row: int | None, key: str, value: Any) -> str:
+    """Rows of a stack share one tensor, but each has counters of its own, since they may have skipped steps apart."""
+    if row is None or (isinstance(value, torch.Tensor) and value.ndim > 0):
+        return f"state.{name}.{key}"
+    return f"state.{name}[{row}].{key}"
+
+
+def full_optimizer_state(optimizer: OwnedOptimizer, *, cpu_offload: bool = False) -> dict[str, Any]:
+    """:func:`optimizer_state` of the whole cluster, every tensor whole: for `torch.save`, and for
+    :func:`load_optimizer_state` on any plan. With ``cpu_offload`` on the CPU and on rank 0 alone, empty elsewhere. A
+    collective, of one tensor at a time."""
+    engine = optimizer.engine
+    # Under replica ownership several ranks have the same piece.
+    once: set[torch.Tensor] = {unit.master_of[key] for unit in engine.units for key in unit.rooted}
+    mine = _flat_state(optimizer, once)
+    described: dict[str, Any] = {}
+    for each in engine.control.all_gather(pytree.tree_map_only(torch.Tensor, _Described, mine)):
+        described = {**each, **described}
+    keeps = not cpu_offload or not dist.is_initialized() or dist.get_rank() == 0
+    full: dict[str, Any] = {}
+    for key in sorted(described):
+        parts = iter([v for v in pytree.tree_leaves(mine.get(key)) if isinstance(v, torch.Tensor)])
+
+        def whole(of: _Described, key: str = key, parts: Any = parts) -> torch.Tensor:
+            part = next(parts, PartialTensor(of.shape, {}, key, of.dtype, engine.device))
+            value = gathered(part.to(engine.device), engine.control.all_reduce)
+            return value.to("cpu" if cpu_offload or of.on_cpu else value.device)
+
+        value = pytree.tree_map_only(_Described, whole, described[key])
+        if keeps:
+            full[key] = value
+    return full
+
+
+class _Described:
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.shape, self.dtype, self.on_cpu = tuple(tensor.shape), tensor.dtype, tensor.device.type == "cpu"
+
+
+def load_optimizer_state(optimizer: OwnedOptimizer, flat: Mapping[str, Any], *, strict: bool = True) -> None:
+    """Inverse of :func:`optimizer_state`, and of :func:`full_optimizer_state`; keys of other optimizers are ignored.
+
+    What is missing on any rank is a KeyError with its name on every rank, and nothing changes. Unless ``strict``, an
+    option that is missing keeps its value, and a parameter without any state begins anew. A collective: every rank
+    takes the options of every group.
+    """
     # Through the optimizers' own loads, which check conventions and convert dtypes.
-    packed = optimizer.state_dict()
-    loaded: dict[torch.Tensor, dict[str, Any]] = {}
-    states = optimizer.state
-    for group, name, row, param in _owned(optimizer, packed["param_groups"]):
+    states, groups = _as_if_begun(optimizer)
+    loaded: list[dict[str, Any]] = []
+    missing: list[str] = []
+    for group, name, row, param in _owned(optimizer, groups):
         for option in group.keys() - _NO_OPTIONS:
-            group[option] = _required(flat, f"param_groups.{name}.{option}")
-        state = {}
+            key = f"param_groups.{name}.{option}"
+            if key in flat:
+                group[option] = flat[key]
+            elif strict:
+                missing.append(key)
+        state: dict[str, Any] = {}
+        lacking: list[str] = []
         for key, current in states.get(param, {}).items():
-            if row is None:
-                state[key] = _required(flat, f"state.{name}.{key}")
-            elif isinstance(current, torch.Tensor) and current.ndim > 0:
-                state[key] = _required(flat, f"state.{name}.{key}").rows[row]
+            flat_key = _state_key(name, row, key, current)
+            value = flat.get(flat_key)
+            if row is not None and isinstance(value, torch.Tensor) and value.ndim > 0:
+                value = value[row]
+            if flat_key not in flat or isinstance(value, PartialTensor):
+                lacking.append(flat_key)
             else:
-                state[key] = _required(flat, f"state.{name}[{row}].{key}")
-        loaded[param] = state
+                state[key] = value
+        loaded.append(state)
+        missing += lacking if strict or state else []
+    if names := [n for each in optimizer.engine.control.all_gather(missing[:1]) for n in each]:
+        raise KeyError(
+            f"the checkpoint has no {names[0]!r}: it was written without this optimizer's state, or for another model"
+        )
     # Who owns nothing of a group has read nothing of it: all take what the first that owns some of it has read.
-    read = [_options(group) if group["params"] else {} for group in packed["param_groups"]]
-    for group, by_rank in zip(packed["param_groups"], zip(*optimizer.engine.control.all_gather(read)), strict=True):
+    read = [_options(group) if group["params"] else {} for group in groups]
+    for group, by_rank in zip(groups, zip(*optimizer.engine.control.all_gather(read)), strict=True):
         for option, value in next(filter(None, by_rank), {}).items():
-            own = group[option]
+            own = group.get(option)
             group[option] = value.to(own.device) if isinstance(own, torch.Tensor) else value
-    index = 0
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            packed["state"][index] = loaded[param]
-            index += 1
-    optimizer.load_state_dict(packed)
+    state_of = {index: state for index, state in enumerate(loaded) if state}
+    optimizer.load_state_dict({"state": state_of, "param_groups": groups})
+
+
+def _params(optimizer: OwnedOptimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _owned(
@@ -121,11 +210,3 @@ def _owned(
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     """Tensors on the CPU, to be sent."""
     return {o: v.cpu() if isinstance(v, torch.Tensor) else v for o, v in group.items() if o not in _NO_OPTIONS}
-
-
-def _required(flat: Mapping[str, Any], key: str) -> Any:
-    if key not in flat:
-        raise KeyError(
-            f"the checkpoint has no {key!r}: it was written without this optimizer's state, or for another model"
-        )
-    return flat[key]

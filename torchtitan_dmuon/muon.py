@@ -221,6 +221,12 @@ class Muon(torch.optim.Optimizer):
             prepared[param].updates[index] = update_MN
         return prepared
 
+    def fresh_state(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        """The state that a parameter without any would begin its first step with. Changes nothing."""
+        self._momentum(param, group)
+        self._row_moment(param, group)
+        return self.state.pop(param)
+
     def _momentum(self, param: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
         state = self.state[param]
         if "momentum_buffer" not in state:

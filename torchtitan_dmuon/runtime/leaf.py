@@ -1,8 +1,8 @@
 """A module that holds owned weights, as seen by `to_empty`, `state_dict`, `load_state_dict` and `zero_grad`.
 
 Decides: how the ordinary walks over a module's parameters meet weights that are not there. Device moves and
-dtype casts pass them by (the runtime owns their memory). A state dict holds the fp32 master, on its owner only
-(DESIGN section 6, "State"); a load writes masters and marks the holders' copies stale.
+dtype casts pass them by (the runtime owns their memory). A state dict has every name on every rank: the fp32 master on
+its owner, and a `PartialTensor` of what is there elsewhere; a load writes masters and marks the holders' copies stale.
 
 The walks are met by per-instance overrides of `Module._apply`, `_save_to_state_dict` and `_load_from_state_dict`, the
 methods `torch.nn.Module` calls for each submodule, and of the root's `zero_grad` and pickling; no class is changed.
@@ -24,8 +24,8 @@ from .parameter import FreedParameter, OwnedParameter, require_unreplaced, warn_
 class MasterStore(Protocol):
     """Where masters are read and written by parameter."""
 
-    def master_state(self, param: OwnedParameter) -> Any | None:
-        """The value for a state dict on this rank, or None if it owns none of the parameter."""
+    def master_state(self, param: OwnedParameter) -> torch.Tensor:
+        """The value for a state dict: of the parameter's shape, with what this rank owns of it."""
 
     def load_master(self, param: OwnedParameter, value: Any) -> None: ...
 
@@ -67,8 +67,7 @@ def adapt_leaf(module: nn.Module, owned: dict[str, OwnedParameter], store: Maste
         with _absent(module, owned):
             save(destination, prefix, keep_vars)
         for attribute, param in owned.items():
-            if (value := store.master_state(param)) is not None:
-                destination[prefix + attribute] = value
+            destination[prefix + attribute] = store.master_state(param)
 
     def _load_from_state_dict(
         self: nn.Module,
@@ -85,18 +84,22 @@ def adapt_leaf(module: nn.Module, owned: dict[str, OwnedParameter], store: Maste
         with _absent(module, owned):
             load(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         for attribute, param in owned.items():
-            if attribute in values:
-                value = values[attribute]
-                state_dict[prefix + attribute] = value  # the caller's dict is left as it was
-                if tuple(value.shape) != param.spec.shape:
-                    error_msgs.append(
-                        f"size mismatch for {prefix + attribute}: the checkpoint has {tuple(value.shape)}, "
-                        f"the model {param.spec.shape}"
-                    )
-                    continue
-                store.load_master(param, value)
-            elif store.master_state(param) is not None:
-                missing_keys.append(prefix + attribute)
+            key = prefix + attribute
+            if attribute not in values:
+                missing_keys.append(key)
+                continue
+            state_dict[key] = value = values[attribute]  # the caller's dict is left as it was
+            if isinstance(value, FreedParameter):  # torch's `set_model_state_dict` fills in what it lacks
+                missing_keys.append(key)
+            elif tuple(value.shape) != param.spec.shape:
+                error_msgs.append(
+                    f"size mismatch for {key}: the checkpoint has {tuple(value.shape)}, the model {param.spec.shape}"
+                )
+            else:
+                try:
+                    store.load_master(param, value)
+                except RuntimeError as error:  # a dict that another rank made, without the rows owned here
+                    error_msgs.append(str(error))
         store.mark_stale()
 
     module._apply = types.MethodType(_apply, module)  # type: ignore[method-assign]

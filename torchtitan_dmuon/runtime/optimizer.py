@@ -7,6 +7,7 @@ give up. Keeps invariant 10: a step whose gradients are not finite on any rank c
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -24,6 +25,18 @@ from .unit import Unit
 logger = logging.getLogger(__name__)
 
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
+
+
+class _States(defaultdict[torch.Tensor, Any]):
+    """What torch's `get_optimizer_state_dict` and `set_optimizer_state_dict` first ask for the truth of, to step an
+    optimizer that has none. They look for state of the model's own parameters; this is of masters, on their owners."""
+
+    def __bool__(self) -> bool:
+        raise RuntimeError(
+            "an owned optimizer's state is in pieces on their owners, which torch's get_optimizer_state_dict and "
+            "set_optimizer_state_dict do not find. Give them the other optimizers alone, and save and load this one by "
+            "optimizer_state and load_optimizer_state of torchtitan_dmuon.checkpoint, or whole by full_optimizer_state"
+        )
 
 
 class OwnedOptimizer(torch.optim.Optimizer):
@@ -63,7 +76,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
     @property
     def state(self) -> defaultdict[torch.Tensor, Any]:  # type: ignore[override]
         """State of every parameter: a new mapping of the inner optimizers' own values."""
-        return defaultdict(dict, {p: state for each in self.inners for p, state in each.state.items()})
+        return _States(dict, {p: state for each in self.inners for p, state in each.state.items()})
 
     @state.setter
     def state(self, _value: Any) -> None:
@@ -207,18 +220,36 @@ class OwnedOptimizer(torch.optim.Optimizer):
         return whole
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """State goes by the names that both sides carry. A collective: where a rank is given none of a matrix that it
+        owns, as by the dict of a rank of another plan, every rank raises KeyError with its name; nothing changes."""
+        saved = list(state_dict["param_groups"])
+        numbers = {n: i for g in saved for n, i in zip(g.get("param_names", ()), g["params"], strict=False)}
+        named = all("param_names" in g for g in saved) and len(saved) == len(self.param_groups)
+        lacking = [n for g in self.param_groups for n in g["param_names"] if named and n not in numbers]
+        if first := next(filter(None, self.engine.control.all_gather(lacking)), None):
+            raise KeyError(
+                f"{first[0]} has another owner now: the state dict that its owner was given holds other matrices. A "
+                "rank's state_dict() fits the plan it was made by; to resume on others save optimizer_state(optimizer) "
+                "through torch.distributed.checkpoint, or full_optimizer_state(optimizer)"
+            )
+        states = state_dict["state"]
+        if named:
+            names = [n for g in self.param_groups for n in g["param_names"]]
+            states = {i: states[numbers[n]] for i, n in enumerate(names) if numbers[n] in states}
+            at = itertools.count()
+            saved = [
+                {**g, "param_names": own["param_names"], "params": list(itertools.islice(at, len(own["params"])))}
+                for g, own in zip(saved, self.param_groups, strict=True)
+            ]
         for unit in self.engine.units:
             unit.drop_scratch()  # made from the momentum that goes
         before = [(each.defaults, dict(group)) for each in self.inners for group in each.param_groups]
-        groups = list(state_dict["param_groups"])
         for each in self.inners:
-            mine, groups = groups[: len(each.param_groups)], groups[len(each.param_groups) :]
+            mine, saved = saved[: len(each.param_groups)], saved[len(each.param_groups) :]
             if each is self.inners[-1]:
-                mine += groups  # a wrong count is torch's error to report
+                mine += saved  # a wrong count is torch's error to report
             held = {i for g in mine for i in g["params"]}
-            each.load_state_dict(
-                {"state": {i: s for i, s in state_dict["state"].items() if i in held}, "param_groups": mine}
-            )
+            each.load_state_dict({"state": {i: s for i, s in states.items() if i in held}, "param_groups": mine})
         self.param_groups = self._groups()
         if self.engine.rank == 0:  # they are equal on all ranks; schedulers move lr
             for index, ((defaults, old), new) in enumerate(zip(before, self.param_groups, strict=True)):

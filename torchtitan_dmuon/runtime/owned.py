@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -34,8 +35,8 @@ from .leaf import adapt_leaf, adapt_root
 from .optimizer import OptimizerFactory, OwnedOptimizer
 from .options import check_options, unit_dtypes
 from .parameter import FreedParameter, OwnedParameter
+from .partial import gathered, rows_of
 from .rank_grid import RankGrid
-from .row_shards import RowShards
 from .selection import Select, Slots, UnitModules, group_units, parameter_slots, select_riders, select_specs
 from .transport import Transport, check_transport, connect
 from .unit import Unit
@@ -229,6 +230,7 @@ class OwnedMatrices:
         for unit, param in self._params.values():
             param.placeholder.has_gradient = functools.partial(self.engine.has_gradient, unit)
             param.placeholder.drop_gradient = functools.partial(self.engine.drop_gradient_of, unit, param)
+        self._whole: Callable[[torch.Tensor], torch.Tensor] | None = None  # what a state dict shows of masters instead
         self._uninitialized = self.engine.uninitialized
         self._uninitialized.update(name for name, old in initial.items() if old.is_meta)
         for name, old in initial.items():
@@ -400,6 +402,24 @@ class OwnedMatrices:
         """The owned parameters, unit by unit."""
         return [param for _, param in self._params.values()]
 
+    def full_state_dict(self, *, cpu_offload: bool = False) -> dict[str, Any]:
+        """The model's state dict with every weight whole, owned ones (float32) and FSDP2's alike. With ``cpu_offload``
+        on the CPU and on rank 0 alone, and empty on the others, as torch's `StateDictOptions` has it. A collective, of
+        one weight at a time."""
+
+        def whole(value: torch.Tensor) -> torch.Tensor:
+            value = gathered(value, self.engine.control.all_reduce)
+            if not cpu_offload or not dist.is_initialized() or dist.get_rank() == 0:
+                return value.cpu() if cpu_offload else value
+            return rows_of(value.shape, {}, "a weight of rank 0's state dict", value.dtype, value.device)
+
+        self._whole = whole
+        try:
+            options = StateDictOptions(full_state_dict=True, cpu_offload=cpu_offload)
+            return get_model_state_dict(self.model, options=options)
+        finally:
+            self._whole = None
+
     def publish(self) -> None:
         """Bring every holder's copy up to date with the masters now. A collective."""
         self.engine.refuse_in_block("owned.publish")
@@ -411,17 +431,20 @@ class OwnedMatrices:
 
     # ---- MasterStore, for the modules' state dicts ----
 
-    def master_state(self, param: OwnedParameter) -> Any | None:
+    def master_state(self, param: OwnedParameter) -> torch.Tensor:
         self.blocks.refuse_pending("the state dict of owned weights")
         unit, _ = self._params[param.name]
-        # Under replica ownership the replica that sums the gradient speaks for the others.
-        mine = {p.start: unit.master_of[p.key].detach() for p in param.pieces if p.key in unit.rooted}
-        if not mine:
-            return None
-        return mine[0].view(param.spec.shape) if param.whole else RowShards(param.spec.shape, mine)
+        # Under replica ownership each replica loads masters of its own, but a sum takes each piece once.
+        held = unit.master_of if self._whole is None else unit.rooted
+        mine = {p.start: unit.master_of[p.key].detach() for p in param.pieces if p.key in held}
+        if param.whole and mine:
+            value = mine[0].view(param.spec.shape)
+        else:
+            value = rows_of(param.spec.shape, mine, param.name, torch.float32, unit.device)
+        return value if self._whole is None else self._whole(value)
 
     @torch.no_grad()
-    def load_master(self, param: OwnedParameter, value: torch.Tensor | RowShards) -> None:
+    def load_master(self, param: OwnedParameter, value: torch.Tensor) -> None:
         self._write(param.name, value)
         self._uninitialized.discard(param.name)
 
@@ -433,14 +456,11 @@ class OwnedMatrices:
         self.engine.stale = True
 
     @torch.no_grad()
-    def _write(self, name: str, value: torch.Tensor | RowShards) -> None:
+    def _write(self, name: str, value: torch.Tensor) -> None:
         unit, param = self._params[name]
         for piece in param.pieces:
             if piece.key in unit.master_of:
-                if isinstance(value, RowShards):
-                    rows = value.rows[piece.start]
-                else:
-                    rows = value if param.whole else value[piece.start : piece.stop]
+                rows = value if param.whole else value[piece.start : piece.stop]
                 unit.master_of[piece.key].copy_(rows.reshape(piece.shape))
 
 
