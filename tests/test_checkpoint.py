@@ -14,7 +14,6 @@ from tests import toy
 from tests.parity_table import RIDERS
 from tests.ranks import run_ranks
 from torchtitan_dmuon.checkpoint import load_optimizer_state, optimizer_state
-from torchtitan_dmuon.runtime.partial import PartialTensor
 
 MUON = functools.partial(dmuon.Muon, lr=0.02, ns_dtype="float32")
 
@@ -223,7 +222,7 @@ def whole_of(state):
         f"{part}.{k}": v for part, values in state.items() for k, v in values.items() if isinstance(v, torch.Tensor)
     }
     flat = {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in flat.items()}
-    return {k: v.clone() for k, v in flat.items() if not isinstance(v, PartialTensor)}  # the owner has it
+    return {k: v.clone() for k, v in toy.held(flat).items()}
 
 
 def save_toy(rank, world, shape, riders, path):

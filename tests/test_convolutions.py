@@ -64,7 +64,7 @@ def owned_run(rank: int, world: int, steps: int):
         rest.zero_grad()
     state = {k: v for k, v in model.state_dict().items() if k in owned.names}
     model.load_state_dict(state, strict=False)  # of the module's own shape
-    return state, matrix.ns_calls, [m for p in owned.plan.pieces for m in p.matrices()]
+    return toy.held(state), matrix.ns_calls, [m for p in owned.plan.pieces for m in p.matrices()]
 
 
 def test_two_ranks_equal_one_process():

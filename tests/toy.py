@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import torchtitan_dmuon as dmuon
 from torchtitan_dmuon import muon
 from torchtitan_dmuon.muon import set_layout
+from torchtitan_dmuon.runtime.partial import PartialTensor
 
 VOCAB, DIM, HIDDEN, LENGTH = 32, 16, 24, 8
 OWNED = r"layers\.\d+\.(qkv|wo|w1|w2)\.weight$"
@@ -90,6 +91,11 @@ def batch(step: int, micro: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]
 def loss_of(model: nn.Module, step: int, micro: int, rank: int) -> torch.Tensor:
     tokens, targets = batch(step, micro, rank)
     return F.cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten())
+
+
+def held(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What this rank has some of, of a state dict: it names everything."""
+    return {k: v for k, v in state.items() if not isinstance(v, PartialTensor) or v.parts}
 
 
 def mesh_of(replicas: int, shards: int) -> DeviceMesh:
