@@ -117,7 +117,8 @@ def settle(config: Any) -> list[str]:
 
 def without_effect(config: Any) -> str:
     """A line to log when the [dmuon] table says something that no group follows; "" when there is nothing to say."""
-    if uses_dmuon(config) or config.dmuon == DMuonConfig():
+    followed = {"on_optimizer_change": config.dmuon.on_optimizer_change}  # by all optimizers
+    if uses_dmuon(config) or config.dmuon == DMuonConfig(**followed):
         return ""
     return f'[dmuon] has no effect: no group has optimizer_name = "DMuon" or "{OWNED_PREFIX}..."'
 

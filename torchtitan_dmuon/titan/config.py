@@ -88,6 +88,12 @@ class DMuonConfig:
     so that FSDP2 has nothing to gather there.
     """
 
+    on_optimizer_change: Literal["error", "restart_state"] = "error"
+    """
+    What a resume does with parameters that had another optimizer in the checkpoint: stop, or load everything else and
+    begin their optimizer state anew.
+    """
+
     def __post_init__(self) -> None:
         for name in ("prefetch", "ranks_per_node", "qk_clip", "max_skipped_steps"):
             if getattr(self, name) < 0:

@@ -7,9 +7,10 @@ invariant 10.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +56,7 @@ class DMuonOptimizersContainer(OptimizersContainer):
         self._model = model_parts[0]
         self._clock = Exposure(torch.device("cpu" if on_cpu() else "cuda"))
         self._qk_clip: QkClip | None = None
+        self._readable: Callable[[dict[str, Any]], dict[str, Any]] = dict
         super().__init__(config, model_parts=model_parts)
         self.optimizers.sort(key=lambda o: not isinstance(o, OwnedOptimizer))  # its publishes hide behind the others
 
@@ -214,15 +216,26 @@ class DMuonOptimizersContainer(OptimizersContainer):
             else:
                 init_optim_state(optimizer)
                 result.update(get_flat_optim_state_dict(optimizer))
-        return result
+        return self._readable(result)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for optimizer in self.optimizers:
             if isinstance(optimizer, OwnedOptimizer):
-                load_optimizer_state(optimizer, state_dict)
+                load_optimizer_state(optimizer, state_dict, strict=False)
             else:
                 init_optim_state(optimizer)
-                load_flat_optim_state_dict(optimizer, state_dict)
+                today = get_flat_optim_state_dict(optimizer)
+                options = {k: v for k, v in today.items() if k.startswith("param_groups.")}
+                load_flat_optim_state_dict(optimizer, {**options, **state_dict})
+
+    @contextlib.contextmanager
+    def reading(self, readable: Callable[[dict[str, Any]], dict[str, Any]]) -> Iterator[None]:
+        """While a checkpoint is read, whose missing keys are known: `state_dict` is what to read of it."""
+        self._readable = readable
+        try:
+            yield
+        finally:
+            self._readable = dict
 
 
 def _built(cls: type[torch.optim.Optimizer], groups: list[dict[str, Any]], kwargs: dict[str, Any]) -> Any:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torchtitan.components.checkpointer.dcp import CheckpointManager
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.validate import Validator
 from torchtitan.tools.logging import logger
@@ -24,6 +25,7 @@ from torchtitan.trainer import Trainer
 from torchtitan_dmuon.outputs import write_keeping
 from torchtitan_dmuon.runtime.owned import OwnedMatrices
 from torchtitan_dmuon.titan import checks, seams
+from torchtitan_dmuon.titan.checkpointing import DMuonCheckpointManager
 from torchtitan_dmuon.titan.config import ConfigError, DMuonConfig, retype, uses_dmuon
 from torchtitan_dmuon.titan.metrics import DMuonMetricsProcessor
 from torchtitan_dmuon.titan.validator import DMuonValidator
@@ -51,8 +53,12 @@ class DMuonTrainer(Trainer):
             config.metrics = retype(config.metrics, DMuonMetricsProcessor.Config)
         if type(config.validator) is Validator.Config:
             config.validator = retype(config.validator, DMuonValidator.Config)
+        if type(config.checkpoint) is CheckpointManager.Config:
+            config.checkpoint = retype(config.checkpoint, DMuonCheckpointManager.Config)
         self._micro_batch = 0
         super().__init__(config)
+        if isinstance(self.checkpointer, DMuonCheckpointManager):
+            self.checkpointer.on_optimizer_change = config.dmuon.on_optimizer_change
         owned = self.owned
         if owned is not None:
             self._save_plan(owned)
