@@ -3,16 +3,16 @@ another optimizer than the checkpoint's."""
 
 from __future__ import annotations
 
-import dataclasses
 import re
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
+
+from safetensors.torch import load_file
 
 from tests import titan_runs
 from tests.ranks import RankFailed
-from tests.titan_runs import MATRIX_GROUP, TOML, masters, train
+from tests.titan_runs import LAYERS, MATRIX_GROUP, TOML, masters, train
 
 MUON_GROUP = re.sub(r"adjust_lr_fn.*", "momentum = 0.95 }}", MATRIX_GROUP)
 SAVE = ("--checkpoint.enable", "--checkpoint.interval", "2", "--checkpoint.no-last_save_model_only")
@@ -53,15 +53,75 @@ CHANGES = [("AdamW", "DMuon"), ("DMuon", "AdamW"), ("DMuon", "Owned:torch.optim.
 
 @pytest.mark.parametrize(("before", "now"), CHANGES)
 def test_another_optimizer_is_refused_by_name_or_begins_its_state_anew(folder, saved, tmp_path, before, now):
-    message = r"ConfigError: the checkpoint .*step-2 was written with another optimizer for 15 of \d+ parameters \(first "
-    with pytest.raises(RankFailed, match=message + r"layers.*on_optimizer_change = \"restart_state\".*exclude_from_loading"):
+    message = (
+        r"ConfigError: the checkpoint .*step-2 was written with another optimizer for 15 of \d+ parameters \(first "
+    )
+    with pytest.raises(
+        RankFailed, match=message + r"layers.*on_optimizer_change = \"restart_state\".*exclude_from_loading"
+    ):
         resumed(folder, saved, tmp_path / "refused", before, now)
-    results = resumed(folder, saved, tmp_path / "restarted", before, now, "--dmuon.on_optimizer_change", "restart_state")
+    results = resumed(
+        folder, saved, tmp_path / "restarted", before, now, "--dmuon.on_optimizer_change", "restart_state"
+    )
     assert [step for step, *_ in results[0]["steps"]] == [3]
     assert results[0]["steps"][0][1] < 8.0
 
 
-@pytest.mark.parametrize(("before", "now"), [("GatherMuon", "DMuon"), ("DMuon", "GatherMuon"), ("Owned:torch.optim.Muon", "DMuon")])
+@pytest.mark.parametrize(
+    ("before", "now"), [("GatherMuon", "DMuon"), ("DMuon", "GatherMuon"), ("Owned:torch.optim.Muon", "DMuon")]
+)
 def test_optimizers_of_one_rule_read_each_others_state(folder, saved, tmp_path, before, now):
     results = resumed(folder, saved, tmp_path, before, now)
     assert [step for step, *_ in results[0]["steps"]] == [3]
+
+
+# ---- Hugging Face files of a mixture of experts ----
+
+EXPERTS = """
+[[optimizer.param_groups]]
+pattern = '^layers\\.\\d+\\.(attention|feed_forward|moe\\.routed_experts)\\.'
+optimizer_name = "DMuon"
+optimizer_kwargs = { lr = 4e-3, weight_decay = 0.1 }
+"""
+
+
+def weights(made):
+    """Of every rank, by piece, with the whole model's state dict of TorchTitan's names."""
+    return masters(made), made.owned.full_state_dict(cpu_offload=True)
+
+
+def experts_of(name, tensors):
+    """The experts of a stack in a Hugging Face file."""
+    layer = re.search(r"layers\.(\d+)\.", name)[1]
+    kind = {"w1_EFD": "gate_proj", "w2_EDF": "down_proj", "w3_EFD": "up_proj"}[name.rpartition(".")[2]]
+    return [tensors[f"model.layers.{layer}.mlp.experts.{e}.{kind}.weight"] for e in range(8)]
+
+
+@pytest.fixture(scope="module")
+def exported(folder, tmp_path_factory):
+    toml = TOML.format(folder=folder, name="experts", matrix_group=EXPERTS)
+    (folder / "experts.toml").write_text(toml.replace("llama3", "deepseek_v3"))
+    dump = tmp_path_factory.mktemp("experts")
+    flags = ("--checkpoint.async_mode", "async", "--checkpoint.last_save_model_only", "--checkpoint.last_save_in_hf")
+    return dump, run(folder, "experts", dump, 3, *flags, after=weights)
+
+
+def test_experts_leave_for_hugging_face_and_come_back(folder, exported, tmp_path):
+    dump, results = exported
+    path = dump / "checkpoint" / "step-3"
+    assert (dump / "checkpoint" / "step-2" / ".metadata").exists()  # asynchronously, stacks and all
+    tensors = {k: v for file in sorted(path.glob("*.safetensors")) for k, v in load_file(file).items()}
+    whole = results[0]["after"][1]
+    stacks = [name for name in whole if "inner_experts" in name]
+    assert len(stacks) == 3 * (LAYERS - 1) and results[1]["after"][1] == {}
+    for name in stacks:
+        assert torch.equal(torch.stack(experts_of(name, tensors)), whole[name]), name
+    pieces = {k: v for r in results for k, v in r["after"][0].items() if not k.startswith("momentum:")}
+    assert all(torch.equal(whole[k.partition("[")[0]][int(k[-7:-1])], v) for k, v in pieces.items() if "experts" in k)
+
+    flags = ("--checkpoint.initial_load_in_hf", "--checkpoint.initial_load_path", str(path))
+    flags += tuple(f for i in (0, 1) for f in (f"--optimizer.param_groups.{i}.optimizer_kwargs.lr", "0.0"))
+    again = run(folder, "experts", tmp_path, 1, *flags, mesh=(2, 2), after=weights)[0]["after"][1]
+    assert again.keys() == whole.keys()
+    moved = {k for k in whole if not torch.equal(again[k], whole[k])}
+    assert moved <= {k for k in whole if "expert_bias" in k or "tokens_per_expert" in k}
