@@ -1,5 +1,5 @@
-"""State dicts that are not DCP's: whole ones are whole, a rank's own fits its own plan, and what is neither raises with a
-name on every rank."""
+"""State dicts that are not DCP's: whole ones are whole, a rank's own fits its own plan, and what is neither raises with
+a name on every rank."""
 
 from __future__ import annotations
 

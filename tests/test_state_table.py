@@ -4,7 +4,6 @@ restores is compared piece by piece, in every replica, and so are the steps that
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 import pathlib

@@ -1,8 +1,8 @@
 """Optimizer state of a checkpoint, compared with what this run's optimizers need before anything is read.
 
-Decides: whether the optimizer that wrote a parameter's state is the one that would read it, what happens where it is not
-(`[dmuon] on_optimizer_change`), and that options and states which an older run lacked begin with this run's values. Does
-not decide what state looks like (`checkpoint.py`) nor where it is stored. Keeps: every rank decides the same.
+Decides: whether the optimizer that wrote a parameter's state is the one that would read it, what happens where it is
+not (`[dmuon] on_optimizer_change`), and that options and states which an older run lacked begin with this run's values.
+Does not decide what state looks like (`checkpoint.py`) nor where it is stored. Keeps: every rank decides the same.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class Kept:
 
 
 def kept_of(keys: Iterable[str], names: set[str]) -> dict[str, Kept]:
-    """By parameter, what ``state.{name}.*`` and ``param_groups.{name}.*`` hold; a row's own, ``state.{name}[3].step``, is the
-    parameter's."""
+    """By parameter, what ``state.{name}.*`` and ``param_groups.{name}.*`` hold; a row's own, ``state.{name}[3].step``,
+    is the parameter's."""
     found: dict[str, Kept] = defaultdict(Kept)
     for key in keys:
         kind, *parts = key.split(".")
@@ -101,13 +101,13 @@ def _compare(mine: Mapping[str, Any], keys: set[str], checkpoint_id: str, on_cha
         name = changed[0]
         has, needs = (", ".join(sorted(k.states)) or "no state" for k in (then.get(name, Kept()), now[name]))
         what = (
-            f"the checkpoint {checkpoint_id} was written with another optimizer for {len(changed)} of {len(now)} parameters "
-            f"(first {name}: it has {has}; this run has {needs})"
+            f"the checkpoint {checkpoint_id} was written with another optimizer for {len(changed)} of {len(now)} "
+            f"parameters (first {name}: it has {has}; this run has {needs})"
         )
         if on_change == "error":
             raise ConfigError(
-                f'{what}. [dmuon] on_optimizer_change = "restart_state" loads everything else and begins their optimizer '
-                f'state anew; [checkpoint] exclude_from_loading = ["{OPTIMIZER}"] begins that of all parameters anew',
+                f'{what}. [dmuon] on_optimizer_change = "restart_state" loads everything else and begins their '
+                f'optimizer state anew; [checkpoint] exclude_from_loading = ["{OPTIMIZER}"] begins that of all anew',
                 "dmuon.on_optimizer_change",
             )
         logger.warning(f"{what}: their optimizer state begins anew")
