@@ -10,12 +10,19 @@ import argparse
 import importlib
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+MAX_WORLD = 2**17  # ranks of a plan: a plan has figures of each, and 100,000 take minutes
+SLOW_WORLD = 2**13
+
+BYTES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+SENT = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9}
 
 # name -> (module with main(argv, prog) -> exit code, one line of help)
 COMMANDS = {
     "compare": ("torchtitan_dmuon.compare", "compare the event files of finished runs"),
     "prepare-data": ("torchtitan_dmuon.titan.data", "make the quickstart's text and tokenizer"),
+    "convert-config": ("torchtitan_dmuon.titan.convert", "write a TOML file of an older TorchTitan anew"),
     "plan": ("torchtitan_dmuon.plan", "owners, balance, memory and bytes of a configuration"),
     "simulate": ("torchtitan_dmuon.simulate", "step time of a configuration on a described cluster"),
 }
@@ -38,6 +45,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"dmuon: {args.command!r} is not built yet in this version", file=sys.stderr)
         return 2
     return importlib.import_module(module).main(args.arguments, prog=f"dmuon {args.command}")
+
+
+def in_unit(largest: float, units: Mapping[str, float]) -> tuple[str, float]:
+    """The greatest of these units in which ``largest`` is at least 1, and how much one of it is; else the smallest, and
+    for nothing at all the greatest. ``units`` are in order."""
+    pairs = list(units.items())
+    fitting = [pair for pair in pairs if pair[1] <= largest or not largest]
+    return fitting[-1] if fitting else pairs[0]
+
+
+def read_worlds(text: str) -> list[int]:
+    """The numbers of ranks in "8,64,256". ValueError for what is no list of positive numbers, or more ranks than can be
+    planned."""
+    words = text.split(",")
+    if not all(word.isascii() and word.isdecimal() and 0 < int(word[:20]) <= MAX_WORLD for word in words):
+        raise ValueError(f"--world {text[:40]}: expected positive numbers up to {MAX_WORLD:,}, such as 8 or 8,64,256")
+    return [int(word) for word in words]
 
 
 if __name__ == "__main__":

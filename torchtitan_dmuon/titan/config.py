@@ -19,11 +19,38 @@ from torchtitan_dmuon.titan.names import is_owned, takes_matrices
 
 
 class ConfigError(ValueError):
-    """A setting that cannot be used. ``path`` is the dotted key (``training.steps``), "" when it is about the file."""
+    """A setting that cannot be used. ``path`` is the dotted key (``training.steps``), "" when it is about the file.
+    ``old``: whether an older TorchTitan had this key."""
 
-    def __init__(self, message: str, path: str = "") -> None:
+    def __init__(self, message: str, path: str = "", old: bool = False) -> None:
         super().__init__(message)
         self.path = path
+        self.old = old
+        self.unseen = 0
+
+    @property
+    def errors(self) -> list[ConfigError]:
+        return [self]
+
+
+class ConfigErrors(ConfigError):
+    """Several at once, a line each. ``unseen``: keys that nobody looked at, because enough was wrong already."""
+
+    def __init__(self, errors: Sequence[ConfigError], unseen: int = 0, head: str = "") -> None:
+        more = [f"... and {unseen:,} more keys, not looked at yet"] if unseen else []
+        super().__init__("\n".join([*([head] if head else []), *map(str, errors), *more]), errors[0].path)
+        self._errors = list(errors)
+        self.unseen = unseen
+
+    @property
+    def errors(self) -> list[ConfigError]:
+        return self._errors
+
+
+def raise_all(errors: Sequence[ConfigError], unseen: int = 0) -> None:
+    """Raise what was found, alone or together; nothing when there is nothing."""
+    if errors:
+        raise errors[0] if len(errors) == 1 and not unseen else ConfigErrors(errors, unseen)
 
 
 @dataclass(kw_only=True, slots=True)

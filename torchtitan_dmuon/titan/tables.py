@@ -7,20 +7,24 @@ the dotted key, what was found and what was expected; `toml_config.py` adds file
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import importlib
 import re
+import reprlib
 import sys
 import types
 import typing
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin
 
-from torchtitan_dmuon.titan.config import ConfigError
+from torchtitan_dmuon.titan import old_names
+from torchtitan_dmuon.titan.config import ConfigError, raise_all
 
 Path = tuple[str, ...]
 NONE = "none"  # TOML has no null
+ENOUGH = 40  # errors of one table: nobody reads more, and a file of 200,000 wrong keys is answered at once
 _MISSING = dataclasses.MISSING
 _NOUNS = {
     bool: "true or false",
@@ -35,7 +39,8 @@ _NOUNS = {
 def nearest(name: str, options: Iterable[str]) -> str:
     """ " Did you mean ...?", or the list of valid names; a sentence to append to an error."""
     options = list(options)
-    close = difflib.get_close_matches(name, options, n=2, cutoff=0.55)
+    spelled = {option.lower(): option for option in options}
+    close = [spelled[found] for found in difflib.get_close_matches(name[:100].lower(), spelled, n=2, cutoff=0.55)]
     if close:
         return f" Did you mean {' or '.join(map(repr, close))}?"
     return f" Valid: {', '.join(sorted(options))}." if options else ""
@@ -46,8 +51,27 @@ def mentioned(message: str, names: Iterable[str]) -> str:
     return next((n for n in sorted(names) if re.search(rf"\b{re.escape(n.rpartition('.')[2])}\b", message)), "")
 
 
+class _Shown(reprlib.Repr):
+    """Values in messages: short whatever a file holds, and never an error of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = 100
+        self.maxlist = self.maxtuple = self.maxdict = 12
+
+    def repr_int(self, x: int, level: int) -> str:
+        return repr(x) if x.bit_length() < 128 else f"an integer of {x.bit_length()} bits"
+
+
+shown = _Shown().repr
+
+
 class Merger:
-    """Rebuilds config instances bottom up, so that each class's ``__post_init__`` checks the merged values."""
+    """Rebuilds config instances bottom up, so that each class's ``__post_init__`` checks the merged values.
+
+    Everything that is wrong with a file is raised at once; a table with a wrong key is not built, nor are those
+    around it.
+    """
 
     def table(self, path: Path, hint: Any, table: dict[str, Any], current: Any) -> Any:
         """``table`` over ``current``, or over the defaults of the class that ``type`` or ``hint`` names."""
@@ -59,39 +83,48 @@ class Merger:
         keep = {f.name for f in dataclasses.fields(current)} & fields.keys() if _is_config(current) else ()
         kwargs = {name: getattr(current, name) for name in keep}
         hints = field_types(cls)
-        for key, value in values.items():
-            if key not in fields:
-                self._unknown(path, key, fields, current)
-            if key == "model_spec":
-                self.fail((*path, key), "the model comes from the registry config; choose another `config` in [job]")
-            kwargs[key] = self.value((*path, key), hints[key], value, kwargs.get(key, _default(fields[key])))
+        found: list[ConfigError] = []
+        unseen = 0
+        for count, (key, value) in enumerate(values.items()):
+            if len(found) >= ENOUGH:
+                raise_all(found, unseen + len(values) - count)
+            try:
+                if key not in fields:
+                    self._unknown(path, key, value, fields)
+                if key == "model_spec":
+                    self.fail((*path, key), "the model comes from the registry config; [job] chooses it")
+                kwargs[key] = self.value((*path, key), hints[key], value, kwargs.get(key, _default(fields[key])))
+            except ConfigError as error:
+                found += error.errors
+                unseen += error.unseen
+        raise_all(found, unseen)
         missing = [n for n, f in fields.items() if n not in kwargs and _default(f) is _MISSING]
         if missing:
             self.fail((*path, missing[0]), f"key {missing[0]!r} is missing")
-        return self._build(path, cls, kwargs, values)
+        return self._build(path, cls, kwargs, values, current)
 
     def value(self, path: Path, hint: Any, value: Any, current: Any = _MISSING) -> Any:
         """One TOML value as the type ``hint``. ``current`` is what it replaces; a section merges into it."""
-        choices = _choices(hint)
-        classes = [t for t in choices.values() if _is_config_type(t)]
-        if value == NONE and type(None) in choices.values():
+        members = choices(hint)
+        classes = [t for t in members.values() if _is_config_type(t)]
+        if value == NONE and type(None) in members.values():
             return None
         if _is_config(current) or classes:
             if isinstance(value, dict):
                 return self.table(path, hint, value, current)
-            if all(_is_config_type(t) or t is type(None) for t in choices.values()):
-                self.fail(path, f"{path[-1]!r} is a table: write [{'.'.join(path)}], not {path[-1]} = {value!r}")
+            if all(_is_config_type(t) or t is type(None) for t in members.values()):
+                self.fail(path, f"{path[-1]!r} is a table: write [{'.'.join(path)}], not {path[-1]} = {shown(value)}")
         expected = []
-        for option in choices.values():
+        for option in members.values():
             done, result = self._as(path, option, value)
             if done:
                 return result
             expected.append(result)
         said = " or ".join(e for e in expected if e)
-        literals = [str(x) for t in choices.values() if get_origin(t) is Literal for x in get_args(t)]
+        literals = [str(x) for t in members.values() if get_origin(t) is Literal for x in get_args(t)]
         hint_name = nearest(value, literals) if isinstance(value, str) and literals else ""
         hint_name = hint_name if hint_name.startswith(" Did") else ""
-        self.fail(path, f"{path[-1]} = {value!r}: expected {said}, found {noun(value)}.{hint_name}")
+        self.fail(path, f"{path[-1]} = {shown(value)}: expected {said}, found {noun(value)}.{hint_name}")
 
     def _as(self, path: Path, option: Any, value: Any) -> tuple[bool, Any]:
         """(True, value as ``option``) or (False, what ``option`` expects)."""
@@ -124,7 +157,7 @@ class Merger:
                 return False, "a table"
             item = args[1] if args else Any
             return True, {k: self.value((*path, k), item, v) for k, v in value.items()}
-        if option is float and type(value) in (int, float):
+        if option is float and (type(value) is float or type(value) is int and abs(value) <= sys.float_info.max):
             return True, float(value)
         if isinstance(option, type) and type(value) is option:  # `type() is`: a bool is no int
             return True, value
@@ -144,8 +177,8 @@ class Merger:
             self.fail(path, f"several variants are possible: set type to one of {', '.join(map(repr, options))}")
         key = (*path, "type")
         if not isinstance(wanted, str):
-            self.fail(key, f"type = {wanted!r}: expected a string, found {noun(wanted)}")
-        if wanted == NONE and type(None) in _choices(hint).values():
+            self.fail(key, f"type = {shown(wanted)}: expected a string, found {noun(wanted)}")
+        if wanted == NONE and type(None) in choices(hint).values():
             if values:
                 self.fail(
                     (*path, next(iter(values))), f"type = '{NONE}' switches the section off and takes no other keys"
@@ -155,8 +188,9 @@ class Merger:
             return options[wanted]
         if ":" in wanted:
             return self._imported(key, wanted, list(options.values()))
-        names = [*options, *([NONE] if type(None) in _choices(hint).values() else [])]
-        self.fail(key, f"unknown variant {wanted!r}.{nearest(wanted, names)} Others are named 'package.module:Class'.")
+        names = [*options, *([NONE] if type(None) in choices(hint).values() else [])]
+        others = "Others are named 'package.module:Class'."
+        self.fail(key, f"unknown variant {shown(wanted)}.{nearest(wanted, names)} {others}")
 
     def _imported(self, path: Path, name: str, bases: list[type]) -> type:
         module, _, qualname = name.partition(":")
@@ -171,21 +205,56 @@ class Merger:
             self.fail(path, f"{name!r} is no {' or '.join(b.__qualname__ for b in bases)}")
         return cls
 
-    def _unknown(self, path: Path, key: str, fields: Mapping[str, Any], current: Any) -> NoReturn:
+    def _unknown(self, path: Path, key: str, value: Any, fields: Mapping[str, Any]) -> None:
+        """Raise for a key, or for each key of a table, that TorchTitan had before, or that is none."""
+        under = {key: value}
+        for part in reversed(path):
+            under = {part: under}
+        names = [name for name, _ in old_names.leaves(under)]
+        told = [(name, old_names.explain(name)) for name in names[:ENOUGH]]
+        if any(now for _, now in told):
+            last = [name.rpartition(".")[2] for name, _ in told]
+            unknown = [ConfigError(f"unknown key {k!r}. {now}", n, bool(now)) for k, (n, now) in zip(last, told)]
+            raise_all(unknown, len(names) - len(told))
         what = "key" if path else "table or key"
-        self.fail((*path, key), f"unknown {what} {key!r}.{nearest(key, [n for n in fields if n != 'model_spec'])}")
+        self.fail((*path, key), f"unknown {what} {shown(key)}.{nearest(key, [n for n in fields if n != 'model_spec'])}")
 
-    def _build(self, path: Path, cls: type, kwargs: dict[str, Any], given: Mapping[str, Any]) -> Any:
+    def _build(self, path: Path, cls: type, kwargs: dict[str, Any], given: Mapping[str, Any], current: Any) -> Any:
         try:
             return cls(**kwargs)
         except ConfigError as error:
             raise ConfigError(str(error), ".".join((*path, error.path) if error.path else path)) from None
-        except (ValueError, AssertionError, TypeError, AttributeError) as error:
-            key = mentioned(str(error), given)
-            self.fail((*path, key) if key else path, str(error) or f"{cls.__qualname__} refused these values")
+        except _REFUSALS as error:
+            said = " ".join(str(error).split())[:500] or f"{cls.__qualname__} refused these values"
+            key = mentioned(said, given)
+            if not key and (key := _culprit(cls, kwargs, given, current)):
+                said = f"{key.rpartition('.')[2]}: {said}"
+            self.fail((*path, *key.split(".")) if key else path, said)
 
     def fail(self, path: Path, message: str) -> NoReturn:
         raise ConfigError(message, ".".join(path)) from None
+
+
+_REFUSALS = (ValueError, AssertionError, TypeError, AttributeError)
+
+
+def _culprit(cls: type, kwargs: dict[str, Any], given: Mapping[str, Any], current: Any) -> str:
+    """The given key without which the class would take the values; "" where there is no such one."""
+    for key in given if _is_config(current) and type(current) is cls else ():
+        before, value = getattr(current, key), kwargs[key]
+        tries = {key: before}
+        if _is_config(value) and type(before) is type(value) and isinstance(given[key], dict):
+            with contextlib.suppress(*_REFUSALS):
+                tries = {
+                    f"{key}.{k}": dataclasses.replace(value, **{k: getattr(before, k)})
+                    for k in given[key]
+                    if hasattr(before, k)
+                }
+        for name, instead in tries.items():
+            with contextlib.suppress(*_REFUSALS):
+                cls(**{**kwargs, key: instead})
+                return name
+    return ""
 
 
 def variants(hint: Any) -> dict[str, type]:
@@ -195,10 +264,10 @@ def variants(hint: Any) -> dict[str, type]:
     the annotated one and its subclasses that are imported.
     """
     found: dict[str, type] = {}
-    for name, option in _choices(hint).items():
+    for name, option in choices(hint).items():
         if not _is_config_type(option):
             continue
-        if len(_choices(hint)) > 1 and not isinstance(name, int):
+        if len(choices(hint)) > 1 and not isinstance(name, int):
             found[name] = option
             continue
         queue = [option]
@@ -225,7 +294,7 @@ def field_types(cls: type) -> dict[str, Any]:
     return types_
 
 
-def _choices(hint: Any) -> dict[Any, Any]:
+def choices(hint: Any) -> dict[Any, Any]:
     """Members of a union by tyro's name where annotated, else by position; one member when ``hint`` is no union."""
     if get_origin(hint) is Annotated:
         inner, *notes = get_args(hint)
@@ -237,7 +306,7 @@ def _choices(hint: Any) -> dict[Any, Any]:
         return {0: hint}
     out: dict[Any, Any] = {}
     for index, member in enumerate(get_args(hint)):
-        for name, option in _choices(member).items():
+        for name, option in choices(member).items():
             out[name if isinstance(name, str) else index] = option
     return out
 
@@ -283,7 +352,7 @@ def to_table(config: Any, hint: Any = None, left_out: list[str] | None = None, p
     left_out = [] if left_out is None else left_out
     out: dict[str, Any] = {}
     options = variants(hint) if hint is not None else {}
-    if len(_choices(hint)) > 1 or len(options) > 1:
+    if len(choices(hint)) > 1 or len(options) > 1:
         named = next((name for name, cls in options.items() if cls is type(config)), None)
         out["type"] = named or f"{type(config).__module__}:{type(config).__qualname__}"
     hints = field_types(type(config))
@@ -303,11 +372,11 @@ def _written(value: Any, hint: Any, left_out: list[str], path: Path) -> Any:
         return to_table(value, hint, left_out, path)
     if value is None:
         # A section switched off; TOML tables come after plain keys, so it is written as one.
-        return {"type": NONE} if any(_is_config_type(t) for t in _choices(hint).values()) else NONE
+        return {"type": NONE} if any(_is_config_type(t) for t in choices(hint).values()) else NONE
     if hasattr(value, "value") and hasattr(type(value), "__members__"):
         return value.value
     if isinstance(value, (list, tuple)):
-        item = next((get_args(t)[0] for t in _choices(hint).values() if get_origin(t) in (list, tuple)), None)
+        item = next((get_args(t)[0] for t in choices(hint).values() if get_origin(t) in (list, tuple)), None)
         return [_written(v, item, left_out, (*path, str(i))) for i, v in enumerate(value)]
     if isinstance(value, dict) and all(isinstance(k, str) for k in value):
         return {k: _written(v, None, left_out, (*path, k)) for k, v in value.items()}

@@ -1,35 +1,37 @@
 """TOML files over TorchTitan's registry configs, and the command line over the files.
 
-Decides: how a table becomes a config section, which class a `type` names, and what every error says: file, line, table,
-key, what was expected and the nearest valid name. Does not decide what the values mean (the config classes' own checks,
-`checks.py`). Keeps: no process group exists when an error is raised, and a file with a bad [job] or [dmuon] table is
-refused before TorchTitan is imported.
+Decides: which registry config a file builds on, and what every error says: file, line, table, key, what was expected
+and the nearest valid name, all errors of a file at once. Does not decide how a table becomes a section (`tables.py`) or
+a flag a key (`flags.py`), nor what the values mean (the config classes' own checks, `checks.py`). Keeps: no process
+group exists when an error is raised, and a file is refused before TorchTitan is imported where [job] names no config,
+or where [dmuon] is wrong and nothing else is said.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import importlib
-import io
-import itertools
-import logging
 import pathlib
 import re
-import sys
-import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tomli
 import tomli_w
 
 from torchtitan_dmuon.outputs import write_keeping
-from torchtitan_dmuon.titan.config import ConfigError, DMuonConfig, to_dmuon_config, with_dmuon_optimizer
-from torchtitan_dmuon.titan.tables import Merger, Path, mentioned, nearest, noun, to_table
+from torchtitan_dmuon.titan import flags, old_names, registry
+from torchtitan_dmuon.titan.config import (
+    ConfigError,
+    ConfigErrors,
+    DMuonConfig,
+    raise_all,
+    to_dmuon_config,
+    with_dmuon_optimizer,
+)
+from torchtitan_dmuon.titan.tables import Merger, Path, nearest, noun, shown, to_table
 from torchtitan_dmuon.titan.toml_lines import key_lines
 
-JOB_KEYS = ("module", "config")
+JOB_KEYS = ("module", "config", "flavor")  # the last one may be left out
 SAVED_NAME = "config.toml"  # in the dump folder
 HEAD = "# The configuration of this run."  # how a saved file begins, and how it is known for ours
 
@@ -41,23 +43,38 @@ class Source:
     module: str
     config: str
     file: str = ""
+    flavor: str = ""
     lines: Mapping[Path, int] = dataclasses.field(default_factory=dict)
     flags: frozenset[str] = frozenset()
 
+    def says(self, key: str) -> bool:
+        """Whether the file or the command line sets this dotted key, rather than the registry config."""
+        return key in self.flags or tuple(key.split(".")) in self.lines
+
     def locate(self, error: ConfigError) -> ConfigError:
-        """The same error, its message beginning with where the value was set."""
+        """The same error, its message beginning with where the value was set; of several, each, in the file's order."""
+        if isinstance(error, ConfigErrors):
+            each = sorted(error.errors, key=lambda e: self._line(tuple(e.path.split("."))))
+            old = sum(e.old for e in each)
+            head = (
+                f"{self.file}: this file is of an older TorchTitan (0.1 or 0.2), {old} of its keys are not in 0.3; "
+                f"`python -m torchtitan_dmuon convert-config {self.file}` writes it anew"
+            )
+            return ConfigErrors(list(map(self.locate, each)), error.unseen, head if old else "")
         path = tuple(error.path.split(".")) if error.path else ()
         given = error.path.replace("-", "_")
         if any(given == flag or flag.startswith(f"{given}.") for flag in self.flags):
             return ConfigError(f"command line: --{error.path}: {error}", error.path)
         if not self.file:
             return ConfigError(f"{self.module} {self.config}: {error.path}: {error}", error.path)
-        known = path
-        while known and known not in self.lines:
-            known = known[:-1]
         table = ".".join(path[:-1])
         where = f"in [{table}]: " if table else ""
-        return ConfigError(f"{self.file}:{self.lines.get(known, 1)}: {where}{error}", error.path)
+        return ConfigError(f"{self.file}:{self._line(path)}: {where}{error}", error.path)
+
+    def _line(self, path: Path) -> int:
+        while path and path not in self.lines:
+            path = path[:-1]
+        return self.lines.get(path, 1)
 
 
 @dataclasses.dataclass
@@ -73,8 +90,7 @@ def parse(args: Sequence[str]) -> Run:
 
     Raises :class:`ConfigError`, located.
     """
-    module, config, rest = _take_job_flags(args)
-    flags = frozenset(m[1].replace("-", "_") for a in rest if (m := re.match(r"--([\w.-]+)", a)))
+    module, config, rest = flags.take_job(args)
     if config is None:
         raise ConfigError("--config is missing: give --config FILE.toml, or --module llama3 --config llama3_debugmodel")
     if config.endswith(".toml"):
@@ -87,53 +103,88 @@ def parse(args: Sequence[str]) -> Run:
         raise ConfigError(f"--module is missing: --config {config!r} is no .toml file, so it names a registry config")
     else:
         source = Source(module, config)
-        run = Run(_registry_config(source), source)
-    run.source.flags = flags
-    with _quiet():
-        run.config = _with_flags(run, rest)
+        run = Run(registry.config_of(module, config), source)
+    run.source.flags = flags.keys(rest)
+    with registry.quiet():
+        try:
+            run.config = flags.apply(run.config, rest)
+        except ConfigError as error:
+            raise (run.source.locate(error) if error.path else error) from None
     return run
 
 
 def load(file: str) -> Run:
     """The registry config named in the file's [job] table with the file's other tables on top."""
+    return from_text(read(file), file)
+
+
+def read(file: str) -> str:
     try:
         with open(file, encoding="utf-8-sig") as f:  # some editors begin a file with a byte order mark
-            text = f.read()
-        data = tomli.loads(text)
-    except OSError as error:
-        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
+            return f.read()
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file}:1: not valid TOML: not UTF-8 ({error.reason})") from None
-    except (tomli.TOMLDecodeError, RecursionError) as error:
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        raise ConfigError(f"{shown(file)[1:-1]}: cannot be read: {getattr(error, 'strerror', error)}") from None
+
+
+def tables_of(text: str, file: str) -> dict[str, Any]:
+    """What a TOML parser reads in the text of ``file``."""
+    try:
+        return tomli.loads(text)
+    except (ValueError, RecursionError) as error:  # ValueError: also an integer of thousands of digits
         line = re.search(r"at line (\d+)", str(error))
         raise ConfigError(f"{file}:{line[1] if line else text.count(chr(10)) + 1}: not valid TOML: {error}") from None
 
-    source = Source("", "", file, key_lines(text))
-    job = data.pop("job", {})
+
+def from_text(text: str, file: str) -> Run:
+    """:func:`load` for the text of ``file``. Everything wrong with it is raised at once."""
+    data = tables_of(text, file)
+    source = Source("", "", file, lines=key_lines(text))
     try:
-        source.module, source.config = _check_job(job)
-        merger = Merger()
-        dmuon = data.get("dmuon")
-        if dmuon is not None:  # checked first: it needs no import
-            merger.value(("dmuon",), DMuonConfig, dmuon, DMuonConfig())
-        with _quiet():
-            base = _registry_config(source)
-            base = _ours(base, wanted=dmuon is not None)
-            return Run(merger.table((), type(base), data, base), source)
+        return Run(_merged(data, source), source)
     except ConfigError as error:
         raise source.locate(error) from None
+    except RecursionError:
+        raise ConfigError(f"{file}:1: a value is nested too deeply") from None
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """No warnings of configs that are only steps on the way: what is built in the end warns again."""
-    root = logging.getLogger()
-    level = root.level
-    root.setLevel(logging.ERROR)
+def _merged(data: dict[str, Any], source: Source) -> Any:
+    merger = Merger()
+    of_job, is_old = _take_job(data, source)
+    of_dmuon: list[ConfigError] = []
+    if "dmuon" in data:  # checked first: it needs no import
+        try:
+            merger.value(("dmuon",), DMuonConfig, data["dmuon"], DMuonConfig())
+        except ConfigError as error:
+            of_dmuon = error.errors
+    if not is_old and not (source.module and source.config and data.keys() - {"dmuon"}):
+        raise_all(of_job + of_dmuon)
+    with registry.quiet():
+        try:
+            base = _ours(_old_base(data) if is_old else _base(source), wanted="dmuon" in data)
+            config = merger.table((), type(base), data, base)
+        except ConfigError as error:
+            raise_all(of_job + error.errors, error.unseen)
+    raise_all(of_job)
+    return config
+
+
+def _base(source: Source) -> Any:
+    base = registry.config_of(source.module, source.config)
+    if source.flavor:
+        registry.set_flavor(base, source.flavor)
+    return base
+
+
+def _old_base(data: dict[str, Any]) -> Any:
+    """What an older file is checked against, beside its old names: its model's config, or any."""
+    model = data["model"] if isinstance(data.get("model"), dict) else {}
     try:
-        yield
-    finally:
-        root.setLevel(level)
+        found = registry.nearest_config(str(model.get("name", "llama3")), str(model.get("flavor", "8B")))
+    except ConfigError:
+        found = ("llama3", "llama3_8b", "", "")
+    return registry.config_of(*found[:2])
 
 
 def _ours(base: Any, wanted: bool) -> Any:
@@ -157,113 +208,32 @@ def _ours(base: Any, wanted: bool) -> Any:
     return base
 
 
-def _check_job(job: Any) -> tuple[str, str]:
-    example = 'begin the file with\n    [job]\n    module = "llama3"\n    config = "llama3_debugmodel"'
-    if not isinstance(job, dict) or not job:
+def _take_job(data: dict[str, Any], source: Source) -> tuple[list[ConfigError], bool]:
+    """Take [job] out of ``data`` and put what it names into ``source``. Returns what is wrong with it, and whether the
+    file is an older TorchTitan's."""
+    example = 'begin the file with [job], module = "llama3" and config = "llama3_debugmodel" below each other'
+    job = data.pop("job", {})
+    is_old = isinstance(job, dict) and "module" not in job and old_names.is_old({"job": job, **data})
+    if not isinstance(job, dict) or not (job or is_old):
         raise ConfigError(f"no [job] table names the registry config to build on; {example}")
+    found = []
     for key, value in job.items():
+        path = f"job.{key}"
         if key not in JOB_KEYS:
+            now = old_names.explain(path)
             hint = " It is a key of the whole file: put it above the first table." if key in _TOP_LEVEL else ""
-            raise ConfigError(f"unknown key {key!r}.{hint or nearest(key, JOB_KEYS)}", f"job.{key}")
-        if not isinstance(value, str):
-            raise ConfigError(f"{key} = {value!r}: expected a string, found {noun(value)}", f"job.{key}")
-    for key in JOB_KEYS:
-        if key not in job:
-            raise ConfigError(f"key {key!r} is missing; {example}", f"job.{key}")
-    return job["module"], job["config"]
+            hint = hint or (f" {now}" if now else nearest(key, JOB_KEYS))
+            found.append(ConfigError(f"unknown key {shown(key)}.{hint}", path, is_old and bool(now)))
+        elif not isinstance(value, str):
+            found.append(ConfigError(f"{key} = {shown(value)}: expected a string, found {noun(value)}", path))
+        else:
+            setattr(source, key, value)
+    if not is_old and not found:  # else one of them is misspelled
+        found += [ConfigError(f"key {k!r} is missing; {example}", f"job.{k}") for k in JOB_KEYS[:2] if k not in job]
+    return found, is_old
 
 
 _TOP_LEVEL = ("dump_folder", "hf_assets_path")
-
-
-def _registry_config(source: Source) -> Any:
-    from torchtitan_dmuon.titan import platform
-
-    platform.prepare()
-    from torchtitan.config import ConfigManager
-    from torchtitan.experiments import _supported_experiments
-    from torchtitan.models import _supported_models
-
-    module, name = source.module, source.config
-    try:
-        base, _ = ConfigManager()._load_config(["--module", module, "--config", name])
-    except ImportError as error:
-        known = _supported_models | _supported_experiments
-        cause = nearest(module, known) if module not in known and "." not in module else f" {_import_cause(module)}"
-        message = f"module {module!r} has no config registry that can be imported.{cause} ({error})"
-        raise ConfigError(message, "job.module") from None
-    except ValueError as error:
-        found = [m for n, m in sys.modules.items() if n in (module, f"{module}.config_registry") or n in _paths(module)]
-        functions = [v for m in found for v in vars(m).values() if getattr(v, "__module__", "") == m.__name__]
-        names = [f.__name__ for f in functions if isinstance(f, types.FunctionType) and f.__name__[0] != "_"]
-        if name in names:  # the function exists and raised
-            raise ConfigError(f"{module}'s {name} failed: {error}", "job.config") from None
-        raise ConfigError(f"module {module!r} has no config {name!r}.{nearest(name, names)}", "job.config") from None
-    return base
-
-
-def _paths(module: str) -> list[str]:
-    """Where TorchTitan looks for the registry of a module with a short name."""
-    return [f"torchtitan.{place}.{module}.config_registry" for place in ("models", "experiments")]
-
-
-def _import_cause(module: str) -> str:
-    """TorchTitan hides why an import failed; say it."""
-    for path in (*_paths(module), module):
-        try:
-            importlib.import_module(path)
-        except ModuleNotFoundError as error:
-            if error.name and not path.startswith(error.name):
-                return f"It needs the module {error.name!r}."
-        except Exception as error:
-            return f"{type(error).__name__}: {error}."
-    return ""
-
-
-def _take_job_flags(args: Sequence[str]) -> tuple[str | None, str | None, list[str]]:
-    found: dict[str, str | None] = {"--module": None, "--config": None}
-    rest, queue = [], list(args)
-    while queue:
-        arg = queue.pop(0)
-        flag, eq, value = arg.partition("=")
-        if flag not in found:
-            rest.append(arg)
-            continue
-        if not eq and not queue:
-            raise ConfigError(f"{flag} needs a value")
-        found[flag] = value if eq else queue.pop(0)
-    return found["--module"], found["--config"], rest
-
-
-def _with_flags(run: Run, flags: list[str]) -> Any:
-    from torchtitan.config import ConfigManager
-
-    class Manager(ConfigManager):
-        def _load_config(self, args):
-            return run.config, args
-
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said):
-            return Manager().parse_args(flags)
-    except SystemExit as stop:
-        if not stop.code:  # --help
-            raise
-        raise ConfigError(f"command line: {_first_paragraph(said.getvalue())}") from None
-    except ConfigError as error:
-        raise run.source.locate(error) from None
-    except (ValueError, AssertionError, TypeError) as error:
-        raise run.source.locate(ConfigError(str(error), mentioned(str(error), run.source.flags))) from None
-
-
-def _first_paragraph(box: str) -> str:
-    """What tyro says in a frame of many lines, as one line: the message, and the nearest flag where it names one."""
-    lines = [line.strip().strip("│|").strip() for line in box.strip().splitlines()[1:]]  # the first is the title
-    groups = itertools.groupby(lines, key=lambda line: bool(re.search(r"\w", line)))  # between rules
-    message = next((" ".join(group) for has_words, group in groups if has_words), "")
-    similar = next((line.split()[0] for line in lines if re.match(r"--\w", line)), "")
-    hint = f" Did you mean {similar}?" if similar and "Unrecognized" in message else ""
-    return f"{message.rstrip('.')}.{hint}" if message else box
 
 
 def document(run: Run) -> tuple[dict[str, Any], list[str]]:
@@ -271,6 +241,8 @@ def document(run: Run) -> tuple[dict[str, Any], list[str]]:
     left_out: list[str] = []
     tables = to_table(run.config, left_out=left_out)
     job = {"module": run.source.module, "config": run.source.config}
+    if run.source.flavor:
+        job["flavor"] = run.source.flavor
     plain = {k: v for k, v in tables.items() if not isinstance(v, dict)}
     sections = {k: v for k, v in tables.items() if isinstance(v, dict)}
     return {**plain, "job": job, **sections}, left_out

@@ -6,6 +6,7 @@ errors: on text it cannot follow it stops early, and the keys after that have no
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import re
 
@@ -17,6 +18,8 @@ _STRINGS = re.compile(
     re.DOTALL,
 )
 _SCALAR = re.compile(r"[^,\]}#\n]*")
+
+_MAX_PARTS = 32  # of a dotted key: no config is deeper, and every prefix of a key is noted
 
 Path = tuple[str, ...]
 
@@ -37,6 +40,7 @@ class _Scanner:
     def __init__(self, text: str) -> None:
         self.text = text
         self.at = 0
+        self._breaks = [match.start() for match in re.finditer("\n", text)]
         self.lines: dict[Path, int] = {}
         self._counts: dict[Path, int] = {}  # tables seen of each array of tables
 
@@ -131,14 +135,14 @@ class _Scanner:
             self.at = match.end()
             self.skip(_SPACE)
             if not self.text.startswith(".", self.at):
-                return tuple(parts)
+                return tuple(parts[:_MAX_PARTS])
             self.at += 1
 
     def note(self, path: Path, line: int) -> None:
         self.lines.setdefault(path, line)
 
     def line(self) -> int:
-        return self.text.count("\n", 0, self.at) + 1
+        return bisect.bisect_left(self._breaks, self.at) + 1
 
     def skip(self, pattern: re.Pattern[str]) -> None:
         if match := pattern.match(self.text, self.at):
