@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from torchtitan_dmuon import train
 from torchtitan_dmuon.muon import settings_of
-from torchtitan_dmuon.titan import checks, platform, toml_config
+from torchtitan_dmuon.titan import checks, places, platform, toml_config
 from torchtitan_dmuon.titan.config import ConfigError, DMuonConfig, assign_parameters
 from torchtitan_dmuon.titan.toml_lines import key_lines
 
@@ -337,7 +337,7 @@ REFUSED = {
     ),
     "coefficients that are not finite": (
         GROUPS.replace("momentum = 0.95", "ns_coefficients = [nan, 1.0, 1.0]"),
-        "run.toml:8: in [optimizer.param_groups.0.optimizer_kwargs]: ns_coefficients = (nan, 1.0, 1.0): expected a fin",
+        "run.toml:8: in [optimizer.param_groups.0.optimizer_kwargs.ns_coefficients]: ns_coefficients = nan:",
     ),
     "a learning rate that is not finite": (
         GROUPS.replace("lr = 3e-4, betas", "lr = inf, betas"),
@@ -468,9 +468,9 @@ def test_a_byte_order_mark_is_no_text(write, tmp_path):
         (
             "data_parallel_replicate_degree = 0",
             4,
-            "run.toml:5: in [parallelism]: data_parallel_replicate_degree = 0: must",
+            "run.toml:5: in [parallelism]: data_parallel_replicate_degree = 0: expected at least 1",
         ),
-        ("data_parallel_shard_degree = 0", 4, "run.toml:5: in [parallelism]: data_parallel_shard_degree = 0: must"),
+        ("data_parallel_shard_degree = 0", 4, "run.toml:5: in [parallelism]: data_parallel_shard_degree = 0: expected"),
     ],
 )
 def test_a_mesh_that_does_not_fit_the_world(write, tables, world, expected):
@@ -583,8 +583,9 @@ def test_a_full_disk_is_one_line_and_leaves_nothing_behind(write, tmp_path, one_
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "replace", full)
+    monkeypatch.setattr(places, "check_tokenizer", lambda config: None)
     out = tmp_path / "out"
-    assert train.main(["--config", write(""), "--dump_folder", str(out)]) == 2
+    assert train.main(["--config", write('[dataloader]\ndataset = "c4"\n'), "--dump_folder", str(out)]) == 2
     said = capsys.readouterr().err
     assert "dump_folder cannot be used: [Errno 28] No space left on device" in said and said.count("\n") == 1
     assert not list(out.iterdir())

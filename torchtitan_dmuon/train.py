@@ -53,7 +53,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             time.sleep(_SILENT_RANKS_WAIT_SECONDS)
         return 2
-    train(run.config, lines)
+    try:
+        train(run.config, lines)
+    except ConfigError as error:  # of what only the running job knows, such as the checkpoint that it loads
+        print(f"error: {run.source.locate(error)}", file=sys.stderr, flush=True)
+        return 2
     return 0
 
 
@@ -68,17 +72,18 @@ def _tell_torchrun(message: str) -> None:
 
 def _checked(run: toml_config.Run) -> list[str]:
     """Check the run, save its config, adapt it to the machine. Returns the lines to log."""
-    from torchtitan_dmuon.titan import checks, data
+    from torchtitan_dmuon.titan import checks, data, places
 
     try:
-        with _dump_folder_is_usable():
-            os.makedirs(run.config.dump_folder, exist_ok=True)
-            _refuse_foreign_files(run.config)
         checks.check_run(run.config, int(os.environ["WORLD_SIZE"]))
+        places.check(run.config, run.source.says)
+        with _dump_folder_is_usable():
+            _refuse_foreign_files(run.config)
         settled = checks.settle(run.config)
         tables, left_out = toml_config.document(run)  # before this machine adapts it
         adapted = platform.adapt_config(run.config)
         data.prepare_for(run.config)
+        places.check_tokenizer(run.config)
         lines = [f"config: {line}" for line in (*settled, *adapted)]
         if os.environ["RANK"] == "0":
             with _dump_folder_is_usable():
@@ -126,8 +131,6 @@ def train(config: Any, lines: Sequence[str] = ()) -> None:
     try:
         trainer = config.build()
         if config.checkpoint.create_seed_checkpoint:
-            if int(os.environ["WORLD_SIZE"]) != 1 or not config.checkpoint.enable:
-                raise ConfigError("a seed checkpoint is made by one process, with checkpoint.enable = true")
             trainer.checkpointer.save(curr_step=0, last_step=True)
         else:
             trainer.train()

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-import math
-import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +18,7 @@ from torchtitan_dmuon.costs import CostModel
 from torchtitan_dmuon.matrices import canonical_name
 from torchtitan_dmuon.muon import execution_of, settings_of
 from torchtitan_dmuon.newton_schulz import compute_dtype
+from torchtitan_dmuon.titan import ranges
 from torchtitan_dmuon.titan.config import (
     Assignment,
     ConfigError,
@@ -42,7 +41,7 @@ from torchtitan_dmuon.titan.names import (
     separated,
     takes_matrices,
 )
-from torchtitan_dmuon.titan.tables import mentioned, nearest, noun
+from torchtitan_dmuon.titan.tables import mentioned, nearest, noun, shown
 
 # Parallelism that DMuon does not support yet: config key -> what to say.
 _REFUSED_AXES = {
@@ -51,20 +50,6 @@ _REFUSED_AXES = {
     "context_parallel_degree": "context parallelism",
     "expert_parallel_degree": "expert parallelism",
 }
-
-# Values that would fail, or silently mean nothing, once training has begun: key, what holds, what is expected.
-_VALUES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("training.steps", lambda n: n >= 1, "at least 1"),
-    ("training.seq_len", lambda n: n >= 1, "at least 1"),
-    ("training.local_batch_size", lambda n: n >= 1, "at least 1"),
-    ("training.global_batch_size", lambda n: n >= 1 or n == -1, "at least 1, or -1 for one micro-batch a rank"),
-    ("training.max_norm", lambda x: x > 0, "a number above 0; inf clips nothing"),
-    ("training.gc_freq", lambda n: n >= 1, "at least 1"),
-    ("metrics.log_freq", lambda n: n >= 1, "at least 1"),
-    ("comm.init_timeout_seconds", lambda n: n >= 1, "at least 1"),
-    ("comm.train_timeout_seconds", lambda n: n >= 1, "at least 1"),
-    ("optimizer.param_groups", lambda groups: len(groups) >= 1, "at least one group"),
-)
 
 
 def check_run(config: Any, world_size: int | None) -> Assignment | None:
@@ -124,11 +109,39 @@ def without_effect(config: Any) -> str:
 
 
 def check_values(config: Any) -> None:
-    """Numbers that TorchTitan itself takes as they come."""
-    for path, holds, expected in _VALUES:
-        value = operator.attrgetter(path)(config)
-        if not holds(value):
-            raise ConfigError(f"{path.rpartition('.')[2]} = {value!r}: expected {expected}", path)
+    """Each value by itself, then those that go together."""
+    ranges.check(config)
+    training, profiler = config.training, config.profiler
+    if not config.optimizer.param_groups:
+        raise ConfigError("param_groups = []: expected at least one group", "optimizer.param_groups")
+    chunks = getattr(config.loss, "num_chunks", 1)
+    if (training.seq_len // config.parallelism.context_parallel_degree) % chunks:
+        message = f"seq_len = {training.seq_len}: must be a multiple of loss.num_chunks = {chunks} (on each rank)"
+        raise ConfigError(message, "training.seq_len")
+    total = config.lr_scheduler.total_steps
+    if total is not None and total < training.steps:
+        message = (
+            f"total_steps = {total}: must be at least training.steps = {training.steps}, beyond which no rate is known"
+        )
+        raise ConfigError(message, "lr_scheduler.total_steps")
+    checkpointing = config.activation_checkpoint
+    if getattr(checkpointing, "debug", False) and hasattr(checkpointing, "force_recompute_mm_shapes_by_fqns"):
+        message = 'debug = true: not with selective checkpointing; set type = "full"'
+        raise ConfigError(message, "activation_checkpoint.debug")
+    cycle = profiler.profiler_warmup + profiler.profiler_active
+    if profiler.enable_profiling and profiler.profile_freq < cycle:
+        raise ConfigError(
+            f"profile_freq = {profiler.profile_freq}: must be at least profiler_warmup + profiler_active = {cycle}",
+            "profiler.profile_freq",
+        )
+    if config.compile.enable:
+        backends = torch.compiler.list_backends(exclude_tags=())
+        if config.compile.backend not in backends:
+            raise ConfigError(
+                f"backend = {config.compile.backend!r}: no backend of torch.compile."
+                f"{nearest(config.compile.backend, backends)}",
+                "compile.backend",
+            )
 
 
 def check_mesh(config: Any, world_size: int) -> None:
@@ -138,12 +151,6 @@ def check_mesh(config: Any, world_size: int) -> None:
     mesh = config.parallelism
     others = mesh.context_parallel_degree * mesh.tensor_parallel_degree * mesh.pipeline_parallel_degree
     replicate, shard = mesh.data_parallel_replicate_degree, mesh.data_parallel_shard_degree
-    for name in ("data_parallel_replicate_degree", *_REFUSED_AXES):
-        if getattr(mesh, name) < 1:
-            raise ConfigError(f"{name} = {getattr(mesh, name)}: must be at least 1", f"parallelism.{name}")
-    if shard != -1 and shard < 1:
-        message = f"data_parallel_shard_degree = {shard}: must be at least 1, or -1 for the ranks left over"
-        raise ConfigError(message, "parallelism.data_parallel_shard_degree")
     if shard == -1:
         shard = max(1, world_size // (replicate * others))
     if replicate * shard * others != world_size:
@@ -163,6 +170,15 @@ def check_mesh(config: Any, world_size: int) -> None:
             f"global_batch_size = {total}: must be a multiple of local_batch_size x data-parallel ranks = {step}",
             "training.global_batch_size",
         )
+    if config.checkpoint.create_seed_checkpoint and world_size != 1:
+        message = f"create_seed_checkpoint = true: one process makes it, but there are {world_size}"
+        raise ConfigError(message, "checkpoint.create_seed_checkpoint")
+    if config.validator.enable and config.validator.steps == -1 and replicate * shard > 1:
+        raise ConfigError(
+            f"steps = -1: the {replicate * shard} data-parallel ranks have unequal shares of the set, and would wait "
+            "for each other for ever; give a number of batches",
+            "validator.steps",
+        )
 
 
 def check_dmuon(config: Any) -> None:
@@ -177,18 +193,13 @@ def check_dmuon(config: Any) -> None:
                 "one of them in both",
                 f"optimizer.param_groups.{index}.optimizer_name",
             )
-    for name, what in _REFUSED_AXES.items():
-        if getattr(config.parallelism, name) > 1:
-            raise ConfigError(
-                f"{name} = {getattr(config.parallelism, name)}: DMuon does not support {what} yet; set it to 1, or use "
-                "AdamW or GatherMuon",
-                f"parallelism.{name}",
-            )
+    check_axes(config)
     if config.dmuon.cost_file:
         try:
             CostModel.from_file(config.dmuon.cost_file)
         except (OSError, ValueError) as error:
-            raise ConfigError(str(error), "dmuon.cost_file") from None
+            said = getattr(error, "strerror", None) or error
+            raise ConfigError(f"cost_file = {shown(config.dmuon.cost_file)}: {said}", "dmuon.cost_file") from None
     if config.parallelism.spmd_backend == "full_dtensor":
         raise ConfigError(
             'spmd_backend = "full_dtensor": DMuon gathers plain weights, which that backend cannot mix with its '
@@ -204,6 +215,17 @@ def check_dmuon(config: Any) -> None:
         )
     if config.debug.spmd_typechecking:
         raise ConfigError("DMuon's parameters carry no SPMD types; set it to false", "debug.spmd_typechecking")
+
+
+def check_axes(config: Any) -> None:
+    """Parallelism that owned matrices cannot have yet."""
+    for name, what in _REFUSED_AXES.items() if uses_dmuon(config) else ():
+        if getattr(config.parallelism, name) > 1:
+            raise ConfigError(
+                f"{name} = {getattr(config.parallelism, name)}: DMuon does not support {what} yet; set it to 1, or use "
+                "AdamW or GatherMuon",
+                f"parallelism.{name}",
+            )
 
 
 def check_optimizers(config: Any) -> None:
@@ -251,7 +273,9 @@ def check_optimizer_kwargs(name: str, kwargs: dict[str, Any], path: str) -> None
             device_type = "cpu" if on_cpu() else "cuda"
             compute_dtype(settings_of(made.param_groups[0]), device_type)
             execution_of(made.param_groups[0]).check(device_type)
-    except (ValueError, TypeError, RuntimeError) as error:
+        elif on_cpu():
+            _step(made)
+    except (ValueError, TypeError, RuntimeError, AssertionError) as error:
         parts = {key.removeprefix("ns_"): key for key in kwargs}  # as the Newton-Schulz settings call them
         culprit = mentioned(str(error), kwargs) or parts.get(mentioned(str(error), parts), "")
         raise ConfigError(f"{name}: {error}", f"{path}.{culprit}".rstrip(".")) from None
@@ -260,13 +284,18 @@ def check_optimizer_kwargs(name: str, kwargs: dict[str, Any], path: str) -> None
         raise ConfigError(f"{name} has no argument {ignored!r}.{nearest(ignored, legal)}", f"{path}.{ignored}")
 
 
+def _step(optimizer: torch.optim.Optimizer) -> None:
+    """Some arguments are refused by the first step alone."""
+    for param in optimizer.param_groups[0]["params"]:
+        param.grad = torch.zeros_like(param)
+    optimizer.step(lambda: torch.zeros(()))
+
+
 def _check_arguments(
     name: str, kwargs: Mapping[str, Any], legal: Mapping[str, inspect.Parameter], takes_others: bool, path: str
 ) -> None:
-    """Names and types, as far as ``legal`` and its defaults tell; numbers must be finite."""
+    """Names and types, as far as ``legal`` and its defaults tell."""
     for key, value in kwargs.items():
-        if not all(map(math.isfinite, _floats(value))):
-            raise ConfigError(f"{key} = {value!r}: expected a finite number", f"{path}.{key}")
         if is_muon(name) and key in LAYOUT_OPTIONS:
             if not isinstance(value, bool):
                 raise ConfigError(f"{key} = {value!r}: expected true or false, found {noun(value)}", f"{path}.{key}")
@@ -278,13 +307,6 @@ def _check_arguments(
         expected = _misfit(legal[key], value)
         if expected:
             raise ConfigError(f"{key} = {value!r}: expected {expected}, found {noun(value)}", f"{path}.{key}")
-
-
-def _floats(value: Any) -> list[float]:
-    """Those in a value and its arrays."""
-    if isinstance(value, (tuple, list)):
-        return [number for item in value for number in _floats(item)]
-    return [value] if isinstance(value, float) else []
 
 
 def _misfit(argument: inspect.Parameter, value: Any) -> str:
@@ -315,8 +337,9 @@ def meta_model(config: Any) -> torch.nn.Module:
         model_config.update_from_config(config=config)
         with torch.device("meta"):
             return model_config.build()
-    except (ValueError, AssertionError, NotImplementedError) as error:
-        raise ConfigError(f"the model cannot be built with these settings: {error}", "job.config") from None
+    except Exception as error:  # also what a model needs and this machine lacks
+        said = " ".join(str(error).split())
+        raise ConfigError(f"the model cannot be built with these settings: {said}", "job.config") from None
 
 
 def _check_matrices(model: torch.nn.Module, names: Sequence[str], optimizer_name: str, path: str) -> None:

@@ -110,8 +110,12 @@ def adapt_config(config: Any) -> list[str]:
     if not config.training.disable_cuda_graphs:
         changes.append("training.disable_cuda_graphs -> true (no CUDA)")
         config.training.disable_cuda_graphs = True
-    if config.profiler.enable_memory_snapshot:
-        raise ConfigError("enable_memory_snapshot needs CUDA", "profiler.enable_memory_snapshot")
+    for key, wanted in (
+        ("profiler.enable_memory_snapshot", config.profiler.enable_memory_snapshot),
+        ("training.gc_debug", config.training.gc_debug),
+    ):
+        if wanted:
+            raise ConfigError(f"{key.rpartition('.')[2]} needs CUDA", key)
     if config.training.enable_cpu_offload:
         changes.append("training.enable_cpu_offload -> false (everything is on the CPU)")
         config.training.enable_cpu_offload = False

@@ -37,6 +37,10 @@ class DMuonTrainer(Trainer):
         dmuon: DMuonConfig = field(default_factory=DMuonConfig)
         """Owner-placed Muon."""
 
+        def __post_init__(self) -> None:
+            checks.check_axes(self)  # before TorchTitan speaks of what it would need on the way there
+            Trainer.Config.__post_init__(self)
+
     def __init__(self, config: Config) -> None:
         # Also for those who come through TorchTitan's own entry point, where nothing has looked at the flags yet.
         checks.check_mesh(config, int(os.environ["WORLD_SIZE"]))
