@@ -298,6 +298,48 @@ def test_the_command_writes_the_stable_names(tmp_path, capsys) -> None:
     assert "\n" in shown and re.search(r"at rest", shown)
 
 
+@pytest.mark.parametrize(
+    ("module", "config", "matrices"),
+    [
+        ("gpt_oss", "gpt_oss_debugmodel", 4 * (4 + 8 * 3)),  # not its two-dimensional biases
+        ("qwen3", "qwen3_moe_debug", 8 * (4 + 64 * 3)),
+        ("deepseek_v3", "deepseek_v3_debugmodel", 6 * 4 + 3 + 5 * (8 * 3 + 3)),
+        ("muse_glimmer", "muse_glimmer_debugmodel", 8 * 8),
+        ("llama3", "llama3_debugmodel", 6 * 7),
+    ],
+)
+def test_every_module_is_planned_with_no_flag(module, config, matrices, tmp_path) -> None:
+    out = tmp_path / "plan.json"
+    argv = ["--module", module, "--config", config, "--training.steps", "3", "--world", "8", "--json", str(out)]
+    assert plan_command.main(argv) == 0
+    assert json.loads(out.read_text())["matrices"] == matrices
+
+
+def test_small_models_have_figures_too(folder, capsys) -> None:
+    assert plan_command.main([str(folder / "DMuon.toml"), "--world", "4", "--ranks-per-node", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "MiB per rank" in shown and "bytes sent per step, MB" in shown
+    assert not re.search(r"feed_forward.*\b0\.00\b", shown) and not re.search(r"at rest.*\b0\.00\b", shown)
+
+
+def test_what_a_plan_is_asked_is_checked_before_any_work(folder, capsys) -> None:
+    file, plain = str(folder / "DMuon.toml"), str(folder / "AdamW.toml")
+    for argv, expected in (
+        ([file, "--world", "1000000000000"], "--world 1000000000000: expected positive numbers up to 131,072"),
+        ([file, "--world", "9" * 5000], "expected positive numbers"),
+        ([file, "--world", "-1"], "expected"),
+        ([file, "--world", "8,16"], "expected one number"),
+        ([file, "--world", "8", "--pattern", "["], "--pattern is for configurations without a DMuon group"),
+        ([plain, "--world", "8", "--pattern", "["], "--pattern '[' is not a regular expression"),
+        ([file, "--world", "8", "--flavor", "9B"], "flavor = '9B': no size of this model"),
+        ([file, "--world", "8", "--flops", "nan"], "--flops nan: expected a number"),
+        (["qwen3_5_debug", "--module", "qwen3_5", "--world", "8"], "It needs the module 'fla'"),
+    ):
+        assert plan_command.main(argv) == 2
+        said = capsys.readouterr().err
+        assert expected in said and said.count("\n") == 1, said
+
+
 def test_errors_end_with_one_line(tmp_path, capsys) -> None:
     config = str(REPO / "train_configs" / "llama3_8b_dmuon.toml")
     assert plan_command.main([config, "--world", "0"]) == 2

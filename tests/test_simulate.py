@@ -248,9 +248,9 @@ def test_a_cluster_that_cannot_be_used(tmp_path) -> None:
     bad = tmp_path / "bad.toml"
     good = (command.CLUSTERS / "h100.toml").read_text()
     for old, new, message in (
-        ("450e9", '"fast"', r"\[inside\] bytes_per_second must be a positive number"),
-        ("400e9", "nan", r"\[between\] bits_per_second must be a positive number"),
-        ("= 0.90", "= 1.1", r"\[between\] efficiency must be a positive number of at most 1, got 1.1"),
+        ("450e9", '"fast"', r"\[inside\] bytes_per_second must be a number from 1 to 1e\+24"),
+        ("400e9", "nan", r"\[between\] bits_per_second must be a number from 1 to"),
+        ("= 0.90", "= 1.1", r"\[between\] efficiency must be a number from 0.0001 to 1, got 1.1"),
         ("shared = false", "shard = false", r"unknown key \[between\] shard; known are bits_per_second"),
         ("shared = false", "shared = 3", r"\[between\] shared must be true or false, got 3"),
         ("ranks_per_node = 8", "ranks_per_node = 2.5", "ranks_per_node must be an integer, got 2.5"),
@@ -293,3 +293,18 @@ def test_the_command_writes_the_stable_names(tmp_path, capsys) -> None:
     assert json.loads(out.read_text())["variants"]["adamw"]["internode_bytes_per_step"] > 0
     assert command.main([config, "--world", "8", "--variants", "dmuon,adamv"]) == 2
     assert command.main([config, "--world", "8", "--cluster", "none"]) == 2
+
+
+def test_what_does_not_fit_is_said(tmp_path, capsys) -> None:
+    out = tmp_path / "simulated.json"
+    argv = ["train_configs/llama3_70b_dmuon.toml", "--world", "8", "--variants", "adamw,dmuon", "--json", str(out)]
+    assert command.main([*argv, "--parallelism.data_parallel_shard_degree", "8"]) == 0
+    assert "warning: adamw, dmuon do not fit: a rank of h100 has 74.5 GiB" in " ".join(capsys.readouterr().out.split())
+    assert [f["fits"] for f in json.loads(out.read_text())["variants"].values()] == [False, False]
+
+
+def test_one_slow_variant_does_not_squash_a_picture() -> None:
+    curves = {"adamw": [1.0, 1.0], "dmuon": [0.9, 1.1], "gather_muon": [0.4, 0.5], "dmuon_flat": [0.1, 0.01]}
+    assert command.view(curves) == (0.45, 1.1)
+    assert command.view({"adamw": [1.0], "dmuon": [1.2], "dmuon_flat": [90.0]}) == (1.0, 2.4)
+    assert command.view({"dist_muon": [1.0, 3.0]}) == (1.0, 3.0)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from torchtitan_dmuon.cli import BYTES, SENT, SLOW_WORLD, in_unit, read_worlds
 from torchtitan_dmuon.footprint import PHASES, Footprint, Options, footprint, lay_out
 from torchtitan_dmuon.outputs import add_output_arguments, prepare_outputs, save_picture, write_json
 from torchtitan_dmuon.packing import packing_bound
@@ -136,12 +137,13 @@ def warnings(planned: Planned, flops_per_second: float) -> list[str]:
     peak = int(weighed.peak_W.max())
     if peak > weighed.adamw_peak:
         phase = max(PHASES, key=lambda p: int(weighed.peaks[p].max()))
+        unit, one = in_unit(peak, BYTES)
         rank = int(weighed.peak_W.argmax())
         found.append(
-            f"the planned peak, {peak / 2**30:.2f} GiB on rank {rank} in {phase}, exceeds AdamW's "
-            f"{weighed.adamw_peak / 2**30:.2f} GiB"
+            f"the planned peak, {peak / one:.2f} {unit} on rank {rank} in {phase}, exceeds AdamW's "
+            f"{weighed.adamw_peak / one:.2f} {unit}"
         )
-        found += [f"{choice}: {need / 2**30:.2f} GiB at the peak" for choice, need in lighter(planned, peak)]
+        found += [f"{choice}: {need / one:.2f} {unit} at the peak" for choice, need in lighter(planned, peak)]
     if topology.nodes > 2 and planned.options.device_type == "cuda" and topology.irregularity:
         found.append(
             f"units travel point to point, straight between all nodes and an owner: {topology.irregularity}. An owner "
@@ -150,10 +152,11 @@ def warnings(planned: Planned, flops_per_second: float) -> list[str]:
     far = Footprint.total(weighed.traffic)
     if far.far and far.busiest_far > UNEVEN * far.far / topology.world:
         rank = int(torch.maximum(far.sent_far_W, far.received_far_W).argmax())
+        unit, one = in_unit(far.busiest_far, SENT)
         found.append(
-            f"rank {rank}'s link between nodes carries {far.busiest_far / 1e9:.2f} GB a step, "
+            f"rank {rank}'s link between nodes carries {far.busiest_far / one:.2f} {unit} a step, "
             f"{far.busiest_far * topology.world / far.far:.1f} times the mean (AdamW: "
-            f"{Footprint.total(weighed.adamw_traffic).busiest_far / 1e9:.2f} GB)"
+            f"{Footprint.total(weighed.adamw_traffic).busiest_far / one:.2f} {unit})"
         )
     return found
 
@@ -253,6 +256,8 @@ def print_tables(planned: Planned, figures: dict[str, Any]) -> None:
         table.add_column(heading, justify="left" if heading == "kind" else "right", no_wrap=True)
     total = sum(plan.costs)
     for row in figures["kinds"]:
+        elements = row["count"] * math.prod(row["shape"])
+        unit, one = in_unit(elements, {"": 1, "k": 1e3, "M": 1e6, "G": 1e9})
         shapes = Counter(tuple(s) for s in row["matrices"])
         inside = ", ".join(f"{k} x {m}x{n}" if k > 1 else f"{m}x{n}" for (m, n), k in shapes.items())
         table.add_row(
@@ -260,9 +265,9 @@ def print_tables(planned: Planned, figures: dict[str, Any]) -> None:
             "x".join(map(str, row["shape"])),
             inside or "a rider",
             str(row["count"]),
-            f"{row['count'] * math.prod(row['shape']) / 1e9:.3f} G",
+            f"{elements / one:,.4g} {unit}".rstrip(),
             f"{row['cost'] * row['count'] / total:.1%}",
-            f"{1e3 * seconds_of(planned, row['cost'], figures['flops_per_second']):.2f}",
+            f"{1e3 * seconds_of(planned, row['cost'], figures['flops_per_second']):.3g}",
         )
     console.print(table)
 
@@ -282,39 +287,42 @@ def print_tables(planned: Planned, figures: dict[str, Any]) -> None:
         ("smallest cost / mean", f"{min(loads) / plan.mean_cost:.3f}"),
         (
             f"update of the largest owner, mean owner; ms, {rate}",
-            f"{figures['update_milliseconds']:.2f}, {figures['mean_update_milliseconds']:.2f}",
+            f"{figures['update_milliseconds']:.3g}, {figures['mean_update_milliseconds']:.3g}",
         ),
         (
             f"its Newton-Schulz, that of every matrix; ms at {figures['flops_per_second'] / 1e12:.0f} TFLOP/s",
-            f"{figures['ns_milliseconds']:.2f}, {figures['ns_milliseconds_replicated']:.1f}",
+            f"{figures['ns_milliseconds']:.3g}, {figures['ns_milliseconds_replicated']:.3g}",
         ),
     ):
         table.add_row(name, value)
     console.print(table)
 
-    table = Table(title="GiB per rank, without activations")
+    unit, one = in_unit(max(weighed.adamw_peak, int(weighed.peak_W.max())), BYTES)
+    table = Table(title=f"{unit} per rank, without activations")
     for heading in ("", "DMuon, most", "mean", "AdamW"):
         table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
     rows: list[tuple[str, torch.Tensor, int]] = [("at rest", weighed.rest_W, weighed.adamw_rest)]
     rows += [(f"peak, {p}", weighed.peaks[p], weighed.adamw_peaks[p]) for p in PHASES]
     for name, each_W, adamw in rows:
-        table.add_row(name, *(f"{float(x) / 2**30:.2f}" for x in (each_W.max(), each_W.double().mean(), adamw)))
+        table.add_row(name, *(f"{float(x) / one:,.2f}" for x in (each_W.max(), each_W.double().mean(), adamw)))
     console.print(table)
 
-    table = Table(title="bytes sent per step, GB")
+    ours, theirs = Footprint.total(weighed.traffic), Footprint.total(weighed.adamw_traffic)
+    unit, one = in_unit(max(ours.near, ours.far, theirs.near, theirs.far), SENT)
+    table = Table(title=f"bytes sent per step, {unit}")
     for heading in ("", "inside nodes, all", "between nodes, all", "mean link between", "busiest link between"):
         table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
 
     def add(name: str, loads: Any, **style: Any) -> None:
         figures = (loads.near, loads.far, loads.far / topology.world, loads.busiest_far)
-        table.add_row(name, *(f"{x / 1e9:,.3f}" for x in figures), **style)
+        table.add_row(name, *(f"{x / one:,.3f}" for x in figures), **style)
 
     for phase, each in weighed.traffic.items():
         add({"rest": "AdamW's part (FSDP2)"}.get(phase, phase.replace("_", ", level ")), each)
-    add("DMuon", Footprint.total(weighed.traffic), end_section=True)
+    add("DMuon", ours, end_section=True)
     for phase, each in weighed.adamw_traffic.items():
         add(phase.replace("_", "-"), each)
-    add("FSDP2+AdamW", Footprint.total(weighed.adamw_traffic))
+    add("FSDP2+AdamW", theirs)
     console.print(table)
     for line in figures["warnings"]:
         console.print(f"warning: {line}", style="yellow", highlight=False, markup=False)
@@ -329,6 +337,7 @@ def plot(planned: Planned, path: Path) -> None:
     figure = Figure(figsize=(12, 8), layout="constrained")
     FigureCanvasAgg(figure)
     (cost, memory), (links, phases) = figure.subplots(2, 2)
+    of_memory, byte = in_unit(max(weighed.adamw_peak, int(weighed.peak_W.max())), BYTES)
     loads = sorted(plan.loads(), reverse=True)
     cost.step(range(len(loads)), [x / plan.mean_cost for x in loads], where="post", color="C0")
     cost.axhline(1, color="gray", linestyle="--", linewidth=0.8)
@@ -336,24 +345,26 @@ def plot(planned: Planned, path: Path) -> None:
     cost.set(title="cost of the update per owner", xlabel="owners, by cost", ylabel="times the mean", ylim=(0, None))
     cost.legend()
     for label, values_W in (("at rest", weighed.rest_W), ("peak", weighed.peak_W)):
-        memory.step(range(topology.world), sorted((values_W / 2**30).tolist(), reverse=True), where="post", label=label)
+        memory.step(range(topology.world), sorted((values_W / byte).tolist(), reverse=True), where="post", label=label)
     for label, value in (("AdamW at rest", weighed.adamw_rest), ("AdamW peak", weighed.adamw_peak)):
-        memory.axhline(value / 2**30, linestyle="--", color="C0" if "rest" in label else "C1", label=label)
-    memory.set(title="memory without activations", xlabel="ranks, by bytes", ylabel="GiB", ylim=(0, None))
+        memory.axhline(value / byte, linestyle="--", color="C0" if "rest" in label else "C1", label=label)
+    memory.set(title="memory without activations", xlabel="ranks, by bytes", ylabel=of_memory, ylim=(0, None))
     memory.legend()
     ours, theirs = Footprint.total(weighed.traffic), Footprint.total(weighed.adamw_traffic)
+    of_links, each = in_unit(max(ours.busiest_far, theirs.busiest_far), SENT)
     for label, values_W in (("sent", ours.sent_far_W), ("received", ours.received_far_W)):
-        links.step(range(topology.world), sorted((values_W / 1e9).tolist(), reverse=True), where="post", label=label)
-    links.axhline(theirs.busiest_far / 1e9, linestyle="--", color="gray", label="AdamW")
-    links.set(title="bytes between nodes per rank and step", xlabel="ranks, by bytes", ylabel="GB", ylim=(0, None))
+        links.step(range(topology.world), sorted((values_W / each).tolist(), reverse=True), where="post", label=label)
+    links.axhline(theirs.busiest_far / each, linestyle="--", color="gray", label="AdamW")
+    links.set(title="bytes between nodes per rank and step", xlabel="ranks, by bytes", ylabel=of_links, ylim=(0, None))
     links.legend()
+    of_phases, each = in_unit(max(ours.far, theirs.far), SENT)
     for row, (name, traffic) in enumerate((("DMuon", weighed.traffic), ("AdamW", weighed.adamw_traffic))):
         left = 0.0
-        for phase, each in traffic.items():
-            phases.barh(row, each.far / 1e9, left=left, label=f"{name}: {phase}", height=0.5)
-            left += each.far / 1e9
+        for phase, sent in traffic.items():
+            phases.barh(row, sent.far / each, left=left, label=f"{name}: {phase}", height=0.5)
+            left += sent.far / each
     phases.set_yticks([0, 1], ["DMuon", "AdamW"])
-    phases.set(title="bytes between nodes per step, all ranks", xlabel="GB")
+    phases.set(title="bytes between nodes per step, all ranks", xlabel=of_phases)
     phases.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=3, frameon=False)
     save_picture(figure, path, dpi=110)
 
@@ -363,7 +374,11 @@ def plot(planned: Planned, path: Path) -> None:
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     """What `plan` and `simulate` are told about the run; configuration flags follow as `train` takes them."""
-    parser.add_argument("config", metavar="CONFIG", help="TOML file, or with --module the name of a registry config")
+    parser.add_argument(
+        "config",
+        metavar="CONFIG",
+        help="TOML file, or with --module the name of a registry config; also as --config CONFIG",
+    )
     parser.add_argument("--module", help="module of the registry config, such as llama3")
     parser.add_argument("--flavor", default="", help="another size of the model's family, such as 405B")
     parser.add_argument(
@@ -379,21 +394,42 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     add_output_arguments(parser)
 
 
+def config_first(argv: Sequence[str] | None) -> list[str]:
+    """The arguments with `--config CONFIG`, as training takes it, as the CONFIG that these commands begin with."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    for index, arg in enumerate(argv):
+        if arg == "--config" and index + 1 < len(argv):
+            return [argv[index + 1], *argv[:index], *argv[index + 2 :]]
+        if arg.startswith("--config="):
+            return [arg.partition("=")[2], *argv[:index], *argv[index + 1 :]]
+    return argv
+
+
 def run_with_config(
-    prog: str, args: argparse.Namespace, flags: Sequence[str], body: Callable[[Any], None], *outputs: Path | None
+    prog: str,
+    args: argparse.Namespace,
+    flags: Sequence[str],
+    body: Callable[[Any, list[int]], None],
+    *outputs: Path | None,
 ) -> int:
-    """Call ``body`` with the Trainer.Config that the arguments name; ``outputs``: files that it writes besides the
-    common ones. Exit code 0, or 2 with one line on standard error, with the place in the file where there is one."""
+    """Call ``body`` with the Trainer.Config and the worlds that the arguments name; ``outputs``: files that it writes
+    besides the common ones. Exit code 0, or 2 with one line on standard error, with the place in the file where it has
+    one."""
     from torchtitan_dmuon.titan import toml_config
     from torchtitan_dmuon.titan.config import ConfigError
     from torchtitan_dmuon.titan.platform import PlatformError
 
     run = None
     try:
+        worlds = read_worlds(args.world)
+        if args.ranks_per_node < 0:
+            raise ConfigError(f"--ranks-per-node {args.ranks_per_node}: expected at least 0")
         prepare_outputs(args.plot, args.json, *outputs, overwrite=args.overwrite)
         module = ["--module", args.module] if args.module else []
         run = toml_config.parse([*module, "--config", args.config, *flags])
-        body(run.config)
+        if max(worlds) > SLOW_WORLD:
+            print(f"{prog}: {max(worlds):,} ranks take a while", file=sys.stderr)
+        body(run.config, worlds)
     except (ConfigError, PlatformError, ValueError, OSError) as error:
         located = run.source.locate(error) if run is not None and isinstance(error, ConfigError) else error
         print(f"{prog}: {located}", file=sys.stderr)
@@ -409,7 +445,7 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add_config_arguments(parser)
-    parser.add_argument("--world", type=int, required=True, metavar="N", help="data-parallel ranks")
+    parser.add_argument("--world", required=True, metavar="N", help="data-parallel ranks")
     parser.add_argument(
         "--flops", type=float, default=DEFAULT_FLOPS, help="FLOP/s of the update (default: %(default).0e)"
     )
@@ -422,16 +458,17 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None, prog: str = "dmuon plan") -> int:
     """Exit code 0, or 2 with one line on standard error when the configuration cannot be planned."""
-    args, flags = build_parser(prog).parse_known_args(argv)
-    if args.world < 1 or args.ranks_per_node < 0 or not args.flops > 0:
-        print(f"{prog}: --world and --flops must be positive, --ranks-per-node at least 0", file=sys.stderr)
-        return 2
+    args, flags = build_parser(prog).parse_known_args(config_first(argv))
 
-    def body(config: Any) -> None:
+    def body(config: Any, worlds: list[int]) -> None:
         from torchtitan_dmuon.titan.planning import make_plan
 
+        if len(worlds) > 1:
+            raise ValueError(f"--world {args.world}: expected one number; `dmuon simulate` takes several")
+        if not 1 <= args.flops <= 1e30:
+            raise ValueError(f"--flops {args.flops}: expected a number from 1 to 1e30")
         begin = time.perf_counter()
-        planned = make_plan(config, args.world, args.ranks_per_node, args.device, args.flavor, args.pattern)
+        planned = make_plan(config, worlds[0], args.ranks_per_node, args.device, args.flavor, args.pattern)
         figures = summary(planned, args.flops)
         figures["plan_seconds"] = time.perf_counter() - begin
         print_tables(planned, figures)

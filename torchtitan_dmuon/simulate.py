@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchtitan_dmuon.cli import BYTES, SENT, in_unit
 from torchtitan_dmuon.events import trace_events
 from torchtitan_dmuon.footprint import (
     MASTER_BYTES,
@@ -29,7 +30,7 @@ from torchtitan_dmuon.footprint import (
 from torchtitan_dmuon.newton_schulz import flops, workspace_bytes
 from torchtitan_dmuon.outputs import save_picture, write_json
 from torchtitan_dmuon.ownership import OwnershipPlan, assign
-from torchtitan_dmuon.plan import add_config_arguments, run_with_config
+from torchtitan_dmuon.plan import add_config_arguments, config_first, run_with_config
 from torchtitan_dmuon.step_model import (
     Cluster,
     Placed,
@@ -85,6 +86,10 @@ _CLUSTER_KEYS = {
 }
 
 
+# By the end of a key; other numbers are rates and sizes. Beyond these no step has an end, or a beginning.
+_CLUSTER_RANGES = {"efficiency": (1e-4, 1.0), "seconds": (1e-12, 1e3), "ranks_per_node": (1.0, 1e5)}
+
+
 class ClusterError(ValueError):
     """A cluster file that cannot be used."""
 
@@ -102,7 +107,7 @@ def read_cluster(name: str) -> Cluster:
             raise ClusterError(f"--cluster {name}: no such cluster; known are {known}, or give a .toml file")
     try:
         data = tomli.loads(path.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError) as error:  # also what is no text
+    except (OSError, ValueError, RecursionError) as error:  # also what is no text, or nested without end
         raise ClusterError(f"{path}: {error}") from None
     tables = {"": data, **{table: data.get(table, {}) for table in _CLUSTER_KEYS if table}}
     for table, keys in _CLUSTER_KEYS.items():
@@ -114,10 +119,9 @@ def read_cluster(name: str) -> Cluster:
 
     def number(table: str, key: str) -> float:
         value = tables[table].get(key)
-        limit = 1 if key.endswith("efficiency") else sys.float_info.max
-        if type(value) not in (int, float) or not 0 < value <= limit:
-            kind = "number of at most 1" if limit == 1 else "number"
-            raise ClusterError(f"{path}: {_place(table, key)} must be a positive {kind}, got {value!r}")
+        low, high = next((r for end, r in _CLUSTER_RANGES.items() if key.endswith(end)), (1.0, 1e24))
+        if type(value) not in (int, float) or not low <= value <= high:
+            raise ClusterError(f"{path}: {_place(table, key)} must be a number from {low:g} to {high:g}, got {value!r}")
         return float(value)
 
     def switch(key: str) -> bool:
@@ -231,6 +235,7 @@ def simulate(planned: Planned, cluster: Cluster, names: Sequence[str]) -> dict[s
                 "ratio_to_gather_muon": seconds["gather_muon"] / seconds[name] if "gather_muon" in seconds else None,
                 "internode_bytes_per_step": far,
                 "peak_bytes_per_rank": peak,
+                "fits": None if peak is None else peak <= cluster.memory_bytes,
                 "ns_share": 0.0 if name == "adamw" else run.update_seconds / run.step_seconds,
                 "exposed_seconds": dict(run.exposed),
                 "update_seconds": run.update_seconds,
@@ -280,21 +285,24 @@ def print_table(world: int, cluster: Cluster, planned: Planned, figures: dict[st
         f"{planned.tokens_per_step() // world:,} tokens a rank and step"
     )
     table = Table(title=title)
-    headings = ("step, s", "tokens/s", "x AdamW", "x gather_muon", "update, s", "waits: gather", "reduce", "publish")
+    second, one = in_unit(min(f["step_seconds"] for f in figures.values()), {"us": 1e-6, "ms": 1e-3, "s": 1.0})
+    sent, byte = in_unit(max(f["internode_bytes_per_step"] for f in figures.values()), SENT)
+    kept, held = in_unit(max(f["peak_bytes_per_rank"] or 0 for f in figures.values()), BYTES)
+    headings = (f"step, {second}", "tokens/s", "x AdamW", "x gather_muon", f"update, {second}", "waits: gather")
     table.add_column("variant", no_wrap=True)
-    for heading in (*headings, "GB between nodes", "peak, GiB"):
+    for heading in (*headings, "reduce", "publish", f"{sent} between nodes", f"peak, {kept}"):
         table.add_column(heading, justify="right", no_wrap=True)
     for name, f in figures.items():
         exposed = f["exposed_seconds"]
         table.add_row(
             name,
-            f"{f['step_seconds']:.3f}",
+            f"{f['step_seconds'] / one:,.3f}",
             f"{f['tokens_per_second']:,.0f}",
             *("-" if f[k] is None else f"{f[k]:.3f}" for k in ("ratio_to_adamw", "ratio_to_gather_muon")),
-            f"{f['update_seconds']:.3f}",
-            *(f"{exposed[k]:.3f}" for k in ("gather", "reduce", "publish")),
-            f"{f['internode_bytes_per_step'] / 1e9:,.1f}",
-            "-" if f["peak_bytes_per_rank"] is None else f"{f['peak_bytes_per_rank'] / 2**30:.1f}",
+            f"{f['update_seconds'] / one:,.3f}",
+            *(f"{exposed[k] / one:,.3f}" for k in ("gather", "reduce", "publish")),
+            f"{f['internode_bytes_per_step'] / byte:,.1f}",
+            "-" if f["peak_bytes_per_rank"] is None else f"{f['peak_bytes_per_rank'] / held:,.1f}",
         )
     console = Console() if sys.stdout.isatty() else Console(width=160)
     console.print(table)
@@ -303,6 +311,14 @@ def print_table(world: int, cluster: Cluster, planned: Planned, figures: dict[st
             console.print(f"  {name}: {text}", highlight=False, markup=False)
     for line in planned.assumed:
         console.print(f"  assumed: {line}", highlight=False, markup=False)
+    if over := [name for name, f in figures.items() if f["fits"] is False]:
+        console.print(
+            f"warning: {', '.join(over)} {'does' if len(over) == 1 else 'do'} not fit: a rank of {cluster.name} has "
+            f"{cluster.memory_bytes / held:,.1f} {kept}, and the peak is without activations. No such step runs",
+            style="yellow",
+            highlight=False,
+            markup=False,
+        )
 
 
 def plot(points: Sequence[dict[str, Any]], path: Path) -> None:
@@ -312,21 +328,40 @@ def plot(points: Sequence[dict[str, Any]], path: Path) -> None:
 
     figure = Figure(figsize=(12, 5), layout="constrained")
     FigureCanvasAgg(figure)
-    seconds, ratio = figure.subplots(1, 2)
-    for i, name in enumerate(VARIANTS):
-        at = [(p["world"], p["variants"][name]) for p in points if name in p["variants"]]
-        if at:
-            worlds = [w for w, _ in at]
-            seconds.plot(worlds, [f["step_seconds"] for _, f in at], marker="o", color=f"C{i}", label=name)
-            if all(f["ratio_to_adamw"] is not None for _, f in at):
-                ratio.plot(worlds, [f["ratio_to_adamw"] for _, f in at], marker="o", color=f"C{i}", label=name)
-    seconds.set(title="predicted step", xlabel="ranks", ylabel="seconds", xscale="log", yscale="log")
-    ratio.set(title="predicted throughput over AdamW's", xlabel="ranks", xscale="log", ylim=(0, None))
-    ratio.axhline(1, color="gray", linewidth=0.8)
-    for axes in (seconds, ratio):
+    worlds = [p["world"] for p in points]
+    for axes, figure_of, title, unit in zip(
+        figure.subplots(1, 2),
+        ("step_seconds", "ratio_to_adamw"),
+        ("predicted step", "predicted throughput over AdamW's"),
+        ("seconds", ""),
+    ):
+        curves = {}
+        for name in VARIANTS:
+            at = [(p["world"], p["variants"][name][figure_of]) for p in points if name in p["variants"]]
+            if at and all(value is not None for _, value in at):
+                curves[name] = at
+        low, high = view({name: [value for _, value in at] for name, at in curves.items()})
+        for i, name in enumerate(VARIANTS):
+            if name in curves:
+                outside = [v for _, v in curves[name] if not low <= v <= high]
+                note = f" ({min(outside):.3g} to {max(outside):.3g} not shown)" if outside else ""
+                axes.plot(*zip(*curves[name]), marker="o", color=f"C{i}", label=name + note)
+        axes.set(title=title, xlabel="ranks", ylabel=unit, xscale="log", ylim=(low / 1.03, high * 1.03))
+        axes.set_xticks(worlds, [f"{world:,}" for world in worlds])
+        axes.minorticks_off()
         axes.grid(alpha=0.3)
         axes.legend()
+    axes.axhline(1, color="gray", linewidth=0.8)
     save_picture(figure, path, dpi=110)
+
+
+def view(curves: dict[str, list[float]]) -> tuple[float, float]:
+    """(low, high) of a picture of these positive curves: all of them, but no more than twice as far out as what is
+    compared, so that one slow variant does not squash the others."""
+    compared = [value for name in ("adamw", "dmuon") for value in curves.get(name, [])]
+    values = [value for curve in curves.values() for value in curve]
+    compared = compared or values
+    return max(min(values), min(compared) / 2), min(max(values), max(compared) * 2)
 
 
 # ---- command ----
@@ -349,17 +384,14 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None, prog: str = "dmuon simulate") -> int:
     """Exit code 0, or 2 with one line on standard error when something cannot be simulated."""
-    args, flags = build_parser(prog).parse_known_args(argv)
+    args, flags = build_parser(prog).parse_known_args(config_first(argv))
     names = args.variants.split(",")
     unknown = [n for n in names if n not in VARIANTS]
     if unknown:
         print(f"{prog}: --variants: unknown {unknown[0]!r}; known are {', '.join(VARIANTS)}", file=sys.stderr)
         return 2
-    if not all(w.isdecimal() and int(w) > 0 for w in args.world.split(",")):
-        print(f"{prog}: --world {args.world}: expected positive numbers, such as 8,64,256", file=sys.stderr)
-        return 2
 
-    def body(config: Any) -> None:
+    def body(config: Any, worlds: list[int]) -> None:
         import copy
 
         from torchtitan_dmuon.titan.config import ConfigError
@@ -368,7 +400,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "dmuon simulate") -> int
         cluster = read_cluster(args.cluster)
         points: list[dict[str, Any]] = []
         results: dict[str, tuple[Simulated, dict[str, Any]]] = {}
-        for world in map(int, args.world.split(",")):
+        for world in worlds:
             planned = make_plan(
                 copy.deepcopy(config),
                 world,

@@ -9,7 +9,7 @@ one, digest and all (invariant 6).
 from __future__ import annotations
 
 import dataclasses
-import sys
+import re
 from collections import Counter
 from typing import Any
 
@@ -18,14 +18,14 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from torchtitan_dmuon.footprint import Footprint, Group, Options, footprint, lay_out, should_defer
-from torchtitan_dmuon.matrices import OwnedSpec
+from torchtitan_dmuon.matrices import OwnedSpec, canonical_name
 from torchtitan_dmuon.muon import settings_of
 from torchtitan_dmuon.newton_schulz import NewtonSchulz, flops
 from torchtitan_dmuon.ownership import MeshSpec, OwnershipPlan, assign
 from torchtitan_dmuon.runtime.selection import group_units, parameter_slots
-from torchtitan_dmuon.titan import checks
+from torchtitan_dmuon.titan import checks, registry
 from torchtitan_dmuon.titan.config import ConfigError, owned_group, uses_dmuon
-from torchtitan_dmuon.titan.models import dmuon_specs, sharded_modules
+from torchtitan_dmuon.titan.models import dmuon_specs, owned_specs, sharded_modules
 from torchtitan_dmuon.titan.names import optimizer_class, rule_kwargs
 from torchtitan_dmuon.titan.parallelize import cost_model, with_measured_forms
 from torchtitan_dmuon.topology import Topology
@@ -88,11 +88,18 @@ def make_plan(
     given = config.dmuon.ranks_per_node if hasattr(config, "dmuon") else 0
     per_node = min(ranks_per_node or given or otherwise, world)
     if flavor:
-        _set_flavor(config, flavor)
-    if not uses_dmuon(config):
-        pattern = pattern or DEFAULT_PATTERN
-        config = _with_matrices(config, pattern)
-        assumed.append(f"the configuration has no DMuon group: planned as if it took '{pattern}'")
+        registry.set_flavor(config, flavor, "--flavor")
+    if uses_dmuon(config):
+        if pattern:
+            raise ValueError("--pattern is for configurations without a DMuon group; this one has its own")
+    else:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"--pattern {pattern!r} is not a regular expression: {error}") from None
+        said = pattern or DEFAULT_PATTERN
+        config, left = _with_matrices(config, pattern)
+        assumed.append(f"the configuration has no DMuon group: planned as if it took '{said}'{left}")
         for axis in ("tensor", "pipeline", "context", "expert"):
             key = f"{axis}_parallel_degree"
             if getattr(config.parallelism, key) != 1:
@@ -237,20 +244,9 @@ def _groups(
     return [Group(name, rest[name], pieces.get(name, ())) for name in order if name in pieces or rest[name]]
 
 
-def _set_flavor(config: Any, flavor: str) -> None:
-    package = sys.modules[config.model_spec.model.__class__.__module__.rpartition(".")[0]]
-    registry = getattr(package, "model_registry", None)
-    if registry is None:
-        raise ValueError(f"--flavor {flavor}: {package.__name__} has no model_registry")
-    try:
-        spec = registry(flavor)
-    except KeyError:
-        known = next((v for k, v in vars(package).items() if k.endswith("_configs") and isinstance(v, dict)), {})
-        raise ValueError(f"--flavor {flavor}: {package.__name__} has {', '.join(known)}") from None
-    config.model_spec = spec
-
-
-def _with_matrices(config: Any, pattern: str) -> Any:
+def _with_matrices(config: Any, pattern: str) -> tuple[Any, str]:
+    """``config`` with a DMuon group for ``pattern``, or for the matrices under DEFAULT_PATTERN; and what that left to
+    the other groups, said in words."""
     from torchtitan.trainer import Trainer
 
     from torchtitan_dmuon.titan.config import to_dmuon_config, with_dmuon_optimizer
@@ -262,10 +258,33 @@ def _with_matrices(config: Any, pattern: str) -> Any:
                 f"this registry config brings its own trainer ({type(config).__qualname__}); cannot plan it"
             )
         config = with_dmuon_optimizer(to_dmuon_config(config, DMuonTrainer))
+    left = ""
+    if not pattern:
+        pattern, others = _matrices_under(checks.meta_model(config), DEFAULT_PATTERN)
+        left = f", without what is no matrix: {', '.join(others)}" if others else ""
     groups = config.optimizer.param_groups
     group = type(groups[0])(pattern=pattern, optimizer_name="DMuon", optimizer_kwargs={})
     config.optimizer.param_groups = [group, *groups]
-    return config
+    return config, left
+
+
+def _matrices_under(model: nn.Module, pattern: str) -> tuple[str, list[str]]:
+    """(a pattern for the matrices among the parameters under ``pattern``, the others of two dimensions and more).
+    Names go by kind, numbers aside."""
+    kinds: dict[str, bool] = {}
+    for name, parameter in model.named_parameters():
+        name = canonical_name(name)
+        kind = re.sub(r"(?<=\.)\d+(?=\.)", "N", name)
+        if kind in kinds or not re.search(pattern, name) or parameter.ndim < 2:
+            continue
+        try:
+            kinds[kind] = bool(owned_specs(model, [name]))
+        except ConfigError:
+            kinds[kind] = False
+    if not any(kinds.values()):
+        raise ConfigError(f"no matrix under the default pattern '{pattern}'; give --pattern")
+    ours = "|".join(re.escape(kind).replace(r"\.N\.", r"\.\d+\.") for kind, is_matrix in kinds.items() if is_matrix)
+    return f"^({ours})$", [kind for kind, is_matrix in kinds.items() if not is_matrix]
 
 
 def recompute_share(config: Any) -> float:
