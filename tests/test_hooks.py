@@ -785,21 +785,10 @@ SETTINGS: dict[str, tuple[int, tuple[tuple[str, Any], ...]]] = {
 }
 
 
-# What a unit of several blocks cannot do: the backward of each reentrant checkpoint is one of its own.
-REFUSED = {
-    ("2 ranks, two blocks a unit", "checkpoint_reentrant"),
-    ("2 ranks, a unit around another", "checkpoint_reentrant"),
-}
-
-
 @pytest.mark.parametrize("name", list(SITUATIONS))
 @pytest.mark.parametrize("setting", list(SETTINGS))
 def test_equals_one_process(setting: str, name: str) -> None:
-    found = outcomes(*SETTINGS[setting])[name]
-    if (setting, name) in REFUSED:
-        assert "Use it inside one reentrant checkpoint at most" in found
-    else:
-        assert found == ""
+    assert outcomes(*SETTINGS[setting])[name] == ""
 
 
 # ---- what is refused, in words ----

@@ -99,7 +99,7 @@ def _ordered(rank: int, world: int, names: list[str]) -> dict[str, Any]:
             for phase, inner in wires.items():
                 wires[phase] = Logged(phase, log, inner)
             steps(model, owned, rank, **how)
-        assert recorder.operations > 500
+        assert recorder.operations > 400
         assert ("clip" in options) == (recorder.clock("update")["update"] > 0)  # operations in the lane for early work
         found[name] = recorder.conflicts, log
     return found
@@ -199,7 +199,7 @@ def _faulty(rank: int, world: int) -> dict[str, list[str]]:
         model = tower()
         with recorded(model, 2, 2, clip="adamw_only" if name in EARLY_FAULTS else "joint") as (recorder, owned):
             plant(owned.engine)
-            steps(model, owned, rank, skip=("1",))
+            steps(model, owned, rank, skip=("1", "2"))  # the last: it is freed as soon as it has been asked for
         found[name] = recorder.conflicts
     return found
 
@@ -249,15 +249,10 @@ def test_a_rank_that_skips_a_unit_puts_its_reduce_between_the_same_gathers() -> 
     def run(asked: list[int], prefetch: int) -> list[str]:
         issued: list[str] = []
         queue = ReduceQueue(lambda unit: issued.append(f"reduce {unit}"))
-
-        def gather(unit: int) -> None:
-            if f"gather {unit}" not in issued:
-                issued.append(f"gather {unit}")
-            queue.gathered(unit)
-
-        order = GatherOrder(prefetch, gather, lambda unit: queue.ready([unit]), [4, 3, 2, 1, 0])
+        gather = lambda unit: issued.append(f"gather {unit}")  # noqa: E731
+        order = GatherOrder(prefetch, gather, [4, 3, 2, 1, 0], queue.give_up_before, queue.passed)
         order.begin()
-        queue.begin([4, 3, 2, 1, 0], order.sequence, prefetch)
+        queue.begin([4, 3, 2, 1, 0], {unit: order.end_of(unit) for unit in order.units})
         for unit in asked:
             order.request(unit)
             queue.ready([unit])

@@ -22,7 +22,7 @@ from ..topology import Topology
 from .lanes import Exposure, Lane, Ticket, make_lane
 from .order_check import OrderCheck
 from .parameter import OwnedParameter, require_unreplaced
-from .schedule import GatherOrder, ReduceQueue, agreed_sequence
+from .passes import Passes
 from .transport import PHASES, Transport
 from .unit import Ranges, Unit, slice_of
 from .wires import Control
@@ -67,7 +67,7 @@ class Engine:
         clip: str = "joint",
         enclosing: Sequence[int] = (),
     ) -> None:
-        """``units`` in declared forward order; ``enclosing``: those of the whole model, needed from end to end."""
+        """``units`` in declared forward order; ``enclosing``: those of the whole model, kept to the end of a pass."""
         self.topology, self.rank, self.units = topology, rank, units
         self.transport, self.control = transport, control
         self.device = device
@@ -86,7 +86,7 @@ class Engine:
         self.exposure = Exposure(device)
         self.sent = transport.sent
         self._lanes: dict[str, Lane] = {p: make_lane(p, device) for p in PHASES}
-        self._order_check = OrderCheck(control, rank)
+        self._order_check = OrderCheck(control.board)
         # Kept until the computation is ordered after their reduce: then their memory is free in stream order, and the
         # host, however far ahead, does not allocate more of them.
         self._contributions: deque[tuple[Ticket, torch.Tensor]] = deque()
@@ -98,51 +98,70 @@ class Engine:
         self._norm: torch.Tensor | None = None  # of the gradients as reduced, if a clip has taken it
         self._finite: bool | None = None  # the answer, once read from the device
         self.is_busy: Callable[[Unit], bool] = lambda unit: False  # these two are replaced by the hooks
-        self.gets_no_gradient: Callable[[Unit], bool] = lambda unit: False
-        self._enclosing = frozenset(enclosing)
-        forward = [u.index for u in units]
-        backward = [*enclosing, *(i for i in reversed(forward) if i not in enclosing)]
-        self.forward_order = GatherOrder(prefetch, self._gather, self._release, forward)
-        self.backward_order = GatherOrder(prefetch, self._gather_in_backward, self._skip_in_backward, backward)
+        self.reduces_gradients: Callable[[], bool] = lambda: True  # whether the backward that is running does
+        reduces_gradients = lambda: topology.world > 1 and self.reduces_gradients()  # noqa: E731
+        self.passes = Passes(units, enclosing, prefetch, self._gather, self._issue_reduce, reduces_gradients)
         self._prefetch = prefetch
-        self._agreed = self._closed = False
-        self._reduces = ReduceQueue(self._issue_reduce)
+        self._closed = False
+        self._late: dict[int, torch.Tensor] = {}  # gradients that came after their unit's reduce, for the next one
+        self._cells_gather = any(len(topology.cell(r)) > 1 for r in range(topology.world))
 
     # ---- what the hooks call ----
 
     def forward_begins(self) -> None:
-        if not self.kept:
-            self.forward_order.begin()
+        if self.kept:
+            return
+        if self.passes.forward.active:  # the last one raised: complete it, since other ranks may have been further
+            self.forward_ends()
+        self.passes.forward.begin()
 
     def forward_ends(self) -> None:
-        if not self.kept:
-            self.forward_order.end()
+        if self.kept:
+            return
+        self.passes.forward_ends()
+        if self.reshard_after_forward:
+            self.free_idle()
 
     def backward_begins(self) -> None:
-        self.backward_order.begin()
-        reduces = [i for i in self.reduce_order() if self.units[i].trainable()]
-        self._reduces.begin(reduces, self.backward_order.sequence, self._prefetch)
+        self.passes.backward_begins()
+
+    def next_forward_begins(self) -> None:
+        """Within a backward that several forwards share: it comes to an earlier one."""
+        self.passes.backward.begin_round()
+        for unit in self.units:
+            if unit.index not in self.passes.kept:
+                self._free(unit)
 
     def need(self, unit: Unit, in_backward: bool) -> None:
         if in_backward or not self.kept:
-            (self.backward_order if in_backward else self.forward_order).request(unit.index)
+            self._request(unit, in_backward)
         self._await_gather(unit)
 
+    def _request(self, unit: Unit, in_backward: bool) -> None:
+        order = self.passes.of(in_backward)
+        order.request(unit.index)
+        if not unit.gathered and unit.gathering is None:
+            # Freed in this pass, or used outside a forward of the model: every rank must do the same. Within a pass
+            # they ask each other first, and from then on the pass keeps the unit.
+            if order.active and self._cells_gather:
+                kind = "backward" if in_backward else "forward"
+                self.control.board.agree(f"{kind} of step {self._order_check.step}: {unit.name} once more")
+                self.passes.keep(unit.index)
+            self._gather(unit.index)
+
     def done(self, unit: Unit, in_backward: bool) -> None:
-        if in_backward or self.reshard_after_forward:
+        kept = self.passes.of(in_backward).active and unit.index in self.passes.kept
+        if (in_backward or self.reshard_after_forward) and not kept:
             self._free(unit)
 
     def gradients_ready(self, unit: Unit) -> None:
-        if not self._reduces.awaits(unit.index):  # dropping them would be silent
-            raise RuntimeError(
-                f"{unit.name}: gradients arrived after this backward had reduced the unit. Use it inside one reentrant "
-                "checkpoint at most, or checkpoint with use_reentrant=False"
-            )
-        self._reduces.ready([unit.index])
+        self.passes.backward.note_ready(unit.index)
+        if self.passes.reduces.awaits(unit.index):  # otherwise they are late
+            self.passes.reduces.ready([unit.index])
 
-    def backward_over(self, any_gradient: bool) -> None:
-        if any_gradient:
-            self._reduces.ready(self._reduces.sequence)
+    def backward_over(self, reduces: bool) -> None:
+        if reduces:
+            self.passes.reduces.ready(self.passes.reduces.sequence)
             if not self.has_optimizer:
                 self._unclaimed += 1
                 if self._unclaimed == 2:
@@ -151,14 +170,19 @@ class Engine:
                         "owned.build_optimizer. An optimizer of model.parameters() passes them over"
                     )
         else:  # torch.autograd.grad, or nothing trainable: no rank reduces
-            self._reduces.reset()
-        self.backward_order.end()
-        self._reduces.finish()
+            self.passes.reduces.reset()
+        self.passes.backward.end()
+        self.passes.reduces.finish()
+        for unit in self.units:
+            if unit.has_local_gradient():
+                self.passes.backward.note_late(unit.index)
+                self._late[unit.index] = self._contribution(unit)
         self.free_all()
 
     def pass_failed(self) -> None:
         """A backward raised: forget what it had not issued."""
-        self._reduces.reset()
+        self.passes.reduces.reset()
+        self.passes.backward.active = False
         self.free_all()
 
     # ---- gather ----
@@ -201,20 +225,6 @@ class Engine:
         elif unit.gathered:
             unit.free()
 
-    def _release(self, index: int) -> None:
-        # Where the last inner unit's output is also the model's, it is asked for first; the enclosing one will be next.
-        if self.reshard_after_forward and index not in self._enclosing and not self.is_busy(self.units[index]):
-            self._free(self.units[index])
-
-    def _gather_in_backward(self, index: int) -> None:
-        self._gather(index)
-        self._reduces.gathered(index)
-
-    def _skip_in_backward(self, index: int) -> None:
-        self._release(index)
-        if self._reduces.awaits(index) and self.gets_no_gradient(self.units[index]):
-            self._reduces.ready([index])
-
     def free_all(self) -> None:
         for unit in self.units:
             self._free(unit)
@@ -240,9 +250,7 @@ class Engine:
         self._await_all_but(NODE_SUMS_IN_FLIGHT - 1, self._node_sums)
         unit.drop_scratch()
         self.clipped_to = None
-        contrib, sums = unit.take_gradients(), unit.partial
-        if self._divide_before != 1:  # the counts of use too: they stay above zero
-            contrib.div_(self._divide_before)
+        contrib, sums = self._contribution(unit), unit.partial
         ticket = self._submit("reduce", unit, lambda: self._reduce_in_node(unit, contrib, sums))
         unit.reducing.append(ticket)
         self._contributions.append((ticket, contrib))
@@ -252,8 +260,17 @@ class Engine:
         self._unattached.add(index)
         if self.is_last_backward:
             self._issue_between_nodes(unit, ticket)
-        if index == self._reduces.sequence[-1]:  # what comes behind, often a large embedding of FSDP2's, finds room
+        if self.passes.reduces.is_last(index):  # what comes behind, often a large embedding of FSDP2's, finds room
             self._await_all_but(CONTRIBUTIONS_IN_FLIGHT - 1, self._contributions)
+
+    def _contribution(self, unit: Unit) -> torch.Tensor:
+        """This rank's gradients, with those that were late before."""
+        contrib = unit.take_gradients()
+        if self._divide_before != 1:  # the counts of use too: they stay above zero
+            contrib.div_(self._divide_before)
+        if (late := self._late.pop(unit.index, None)) is not None:
+            contrib.add_(late)
+        return contrib
 
     def _await_all_but(self, count: int, in_flight: deque[tuple[Ticket, Any]]) -> None:
         """Order the computation after all but the last ``count`` operations, and let go of their buffers. This cannot
@@ -302,12 +319,21 @@ class Engine:
         """Complete what is in flight and give owned pieces their gradients, zeros where no rank used a piece. False if
         no backward ran since the last step. A collective the first time and when a deferred reduce is left, otherwise
         local."""
+        self._await_reduces()
+        self._order_check.step_ends()
+        if not self.passes.agreed:
+            self._agree()
+        for index in self._unattached:  # once: a gradient that somebody puts in its place stays
+            self.units[index].attach_gradients()
+        self._unattached.clear()
+        return bool(self._reduced)
+
+    def _await_reduces(self) -> None:
         for index in self.reduce_order():
             if index in self._unfinished:
                 self._await_all_but(NODE_SUMS_IN_FLIGHT - 1, self._node_sums)
                 self._issue_between_nodes(self.units[index], self.units[index].reducing[-1])
-        reduced = [self.units[i] for i in sorted(self._reduced)]
-        for unit in reduced:
+        for unit in (self.units[i] for i in sorted(self._reduced)):
             for ticket in unit.reducing:
                 self.exposure.wait("reduce", ticket)
             unit.reducing.clear()
@@ -315,13 +341,6 @@ class Engine:
                 self.exposure.wait("update", unit.early)
         self._contributions.clear()
         self._node_sums.clear()
-        self._order_check.compare()
-        if not self._agreed:
-            self._agree_on_order()
-        for index in self._unattached:  # once: a gradient that somebody puts in its place stays
-            self.units[index].attach_gradients()
-        self._unattached.clear()
-        return bool(reduced)
 
     def drop_gradients(self) -> None:
         """Forget all gradients of owned parameters, reduced or not."""
@@ -337,6 +356,7 @@ class Engine:
         self._unfinished.clear()
         self._reduced.clear()
         self._unattached.clear()
+        self._late.clear()
         self._norm = self._finite = self.clipped_to = None
 
     def has_gradient(self, unit: Unit) -> bool:
@@ -373,8 +393,10 @@ class Engine:
 
     def gradient_squares(self) -> torch.Tensor:
         """Squared norm of the reduced gradient of every piece in the cluster, in a fixed order; [pieces], float64, the
-        same on every rank. A collective; the reduces must be finished."""
-        squares = torch.zeros(sum(len(u.pieces) for u in self.units), dtype=torch.float64, device=self.device)
+        same on every rank. A collective; the reduces must be finished. It also tells all ranks, in one more element,
+        where one of them has something to agree on."""
+        squares = torch.zeros(sum(len(u.pieces) for u in self.units) + 1, dtype=torch.float64, device=self.device)
+        squares[-1] = bool(self._late) or self.passes.wants_agreement
         at = 0
         for unit in self.units:
             for position, key in enumerate(sorted(unit.pieces), start=at):
@@ -383,7 +405,10 @@ class Engine:
                     squares[position] = torch.linalg.vector_norm(grad).double() ** 2
             at += len(unit.pieces)
         self.control.all_reduce(squares)
-        return squares
+        if squares[-1] > 0:
+            self._agree()
+            return self.gradient_squares()
+        return squares[:-1]
 
     @functools.cached_property
     def rider_mask(self) -> torch.Tensor:
@@ -391,28 +416,19 @@ class Engine:
         flags = [u.pieces[key].rider for u in self.units for key in sorted(u.pieces)]
         return torch.tensor(flags, dtype=torch.float64, device=self.device)
 
-    def _agree_on_order(self) -> None:
-        """Take over the order of the first passes that the ranks saw, once any rank has seen one. A collective."""
-        orders = (self.forward_order, self.backward_order)
-        mine = [order.observed for order in orders]
-        every = self.control.all_gather(mine)
-        if not any(forward for forward, _ in every):
-            return
-        self._agreed = True
-        # A frozen unit that no gradient reaches is not gathered in backward; any other may be needed by one rank alone.
-        kept = ({u.index for u in self.units}, {u.index for u in self.units if u.trainable()})
-        for order, seen, keep in zip(orders, zip(*every), kept, strict=True):
-            order.set_sequence(agreed_sequence(seen, order.sequence, keep))
-        # Where the last inner unit's output is also the model's, it is asked for first, and the enclosing one with it.
-        self.backward_order.set_sequence(sorted(self.backward_order.sequence, key=lambda u: u not in self._enclosing))
+    def _agree(self) -> None:
+        """Agree with the other ranks on the order of passes, and reduce what came late. A collective."""
+        for index in self.passes.agree(self.control, self._late):
+            self._issue_reduce(index)
+        self._await_reduces()
 
     def reduce_order(self) -> list[int]:
         """Units in the reverse of the first forward."""
-        return self.forward_order.sequence[::-1]
+        return self.passes.reduce_order
 
     def update_order(self) -> list[int]:
         """Units in forward order: the order of updates and publishes."""
-        return self.forward_order.sequence
+        return self.passes.forward.units
 
     # ---- publish ----
 
@@ -447,7 +463,16 @@ class Engine:
     def _submit(self, phase: str, unit: Unit, task: Callable[[], None], after: Sequence[Ticket] = ()) -> Ticket:
         self.require_open()
         self._order_check.issue(phase, unit.name)
-        return self._lanes[phase].submit(task, after)
+        step = self._order_check.step
+
+        def named() -> None:
+            try:
+                task()
+            except Exception as error:
+                ranks = ", ".join(map(str, self.transport.peers(phase, unit)))
+                raise RuntimeError(f"{phase} of {unit.name} in step {step}, with ranks {ranks}: {error}") from error
+
+        return self._lanes[phase].submit(named, after)
 
     def take_sent(self) -> dict[tuple[str, str], int]:
         """Payload bytes this rank sent since the last call, by (phase, "intra_node" or "inter_node")."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -22,24 +22,39 @@ from torch import nn
 from torch.autograd import Variable
 
 from .forward_io import explain_dtypes, results_in, tensors_in
+from .fsdp_marks import declared_marks, mark_module, moved_modules
+from .passes import Passes
 from .unit import Unit
 
 
 class Engine(Protocol):
     units: list[Unit]
+    passes: Passes
 
     def forward_begins(self) -> None: ...
     def forward_ends(self) -> None: ...
     def backward_begins(self) -> None: ...
+    def next_forward_begins(self) -> None: ...
     def need(self, unit: Unit, in_backward: bool) -> None: ...
     def done(self, unit: Unit, in_backward: bool) -> None: ...
     def gradients_ready(self, unit: Unit) -> None: ...
-    def backward_over(self, any_gradient: bool) -> None: ...
+    def backward_over(self, reduces: bool) -> None: ...
     def pass_failed(self) -> None: ...
 
 
 def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
+
+
+def _is_reached(weight: torch.Tensor) -> bool:
+    """Whether the backward that is running accumulates a gradient of a leaf."""
+    node = torch.autograd.graph.get_gradient_edge(weight).node
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError as error:  # torch.autograd.grad of weights, which accumulates nothing, cannot be asked
+        if "autograd.grad" not in str(error):
+            raise
+        return False
 
 
 class _Token:
@@ -78,6 +93,8 @@ class _UnitHooks:
         hooks = self.hooks
         if in_backward():  # recompute: the weights, nothing else
             self.touch()
+            # Where no gradient has come by, this is a reentrant checkpoint, whose weights are in a graph of their own.
+            hooks.reduces = hooks.reduces or self.current is None
             hooks.engine.need(self.unit, True)
             return
         hooks.engine.need(self.unit, False)
@@ -107,7 +124,7 @@ class _UnitHooks:
             hooks.engine.done(self.unit, False)
         if out is None or not torch.is_grad_enabled():
             return
-        prepare = lambda _grad: self.pre_backward(enter, exit_)  # noqa: E731
+        prepare = functools.partial(self.pre_backward, hooks.turn, enter, exit_)
         for tensor in results_in(self.unit, out):
             if tensor.grad_fn is None:
                 continue  # a leaf, or an output no gradient reaches
@@ -124,14 +141,15 @@ class _UnitHooks:
             self.due.clear()
             self.hooks.engine.done(self.unit, False)
 
-    def touch(self) -> None:
-        self.hooks.watch_backward()  # first: it forgets a backward that failed
+    def touch(self, turn: int | None = None) -> None:
+        self.hooks.watch_backward(turn)  # first: it forgets a backward that failed
+        self.hooks.any_unit = True
         task = torch._C._current_graph_task_id()
         if self.task != task:
             self.task, self.expected, self.seen = task, None, 0
 
-    def pre_backward(self, enter: int, exit_: int) -> None:
-        self.touch()
+    def pre_backward(self, turn: int | None, enter: int, exit_: int, _grad: torch.Tensor) -> None:
+        self.touch(turn)
         for other in self.hooks.by_unit:
             if other is not self and other.current is not None and other.current > exit_:
                 other.current = None
@@ -148,13 +166,7 @@ class _UnitHooks:
     def reached(self) -> int:
         """How many of the unit's weights the backward that is running reaches."""
         # Fetched anew in every backward: a kept accumulation node keeps a stale CUDA stream.
-        nodes = [torch.autograd.graph.get_gradient_edge(p.weight).node for p in self.unit.trainable()]
-        try:
-            return sum(torch._C._will_engine_execute_node(n) for n in nodes)
-        except RuntimeError as error:  # torch.autograd.grad of weights, which accumulates nothing, cannot be asked
-            if "autograd.grad" not in str(error):
-                raise
-            return 0
+        return sum(_is_reached(p.weight) for p in self.unit.trainable())
 
     def post_accumulate(self) -> None:
         self.touch()
@@ -172,7 +184,13 @@ class Hooks:
     def __init__(self, engine: Engine, root: nn.Module, modules_of: Mapping[int, list[nn.Module]]) -> None:
         self.engine = engine
         self.clock = 0
-        self.any_gradient = False
+        self.any_gradient = self.any_unit = self.reduces = False  # in this backward
+        self.turn: int | None = None  # the forward of the model that is running
+        self._turns = 0
+        self._backward_turn: int | None = None  # the forward whose graph the backward is in
+        self._marked = False
+        self._root = root
+        self._modules_of = modules_of
         self.by_unit = [_UnitHooks(self, unit, modules_of[unit.index]) for unit in engine.units]
         self._around: dict[nn.Module, list[tuple[Callable[..., None], Callable[..., None]]]] = {}
         self._token: Callable[[], _Token | None] = lambda: None
@@ -239,12 +257,15 @@ class Hooks:
 
     def _register_root(self, root: nn.Module) -> None:
         @torch._dynamo.disable
-        def pre(_module: nn.Module, _args: Any, _kwargs: Any) -> None:
+        def pre(_module: nn.Module, args: Any, kwargs: Any) -> None:
             if in_backward():
                 return
             if self._root_depth == 0 or not any(s.open_calls for s in self.by_unit):
                 self._root_depth = 0
                 self._drop_failed_pass()
+                self._turns += 1
+                self.turn = self._turns
+                self._mark_fsdp(args, kwargs)
                 self.engine.forward_begins()
             self._root_depth += 1
 
@@ -253,10 +274,16 @@ class Hooks:
             if in_backward() or self._root_depth == 0:
                 return
             self._root_depth -= 1
-            if self._root_depth == 0 and out is not None:
-                for state in self.by_unit:
-                    state.forward_ends()
-                self.engine.forward_ends()
+            if self._root_depth == 0:
+                turn, self.turn = self.turn, None
+                if out is not None:
+                    # Before the hooks of `fully_shard`, whose callback at the end of a backward is to come behind
+                    # ours; and for ranks whose loss reaches no unit.
+                    for tensor in self.differentiable(out):
+                        tensor.register_hook(lambda _grad, turn=turn: self.watch_backward(turn))
+                    for state in self.by_unit:
+                        state.forward_ends()
+                    self.engine.forward_ends()
 
         self._hook(root, pre, post)
 
@@ -274,29 +301,75 @@ class Hooks:
     def is_busy(self, unit: Unit) -> bool:
         return self.by_unit[unit.index].busy
 
-    def gets_no_gradient(self, unit: Unit) -> bool:
-        """Within a backward that has passed the unit by: whether it reaches weights, but none of this unit."""
-        if self.by_unit[unit.index].reached():
-            return False
-        return self.any_gradient or any(state.reached() for state in self.by_unit)
+    def reduces_gradients(self) -> bool:
+        """Whether the backward that is running accumulates gradients of weights: not so in torch.autograd.grad."""
+        self.reduces = self.reduces or self.any_gradient or any(state.reached() for state in self.by_unit)
+        return self.reduces
 
-    def watch_backward(self) -> None:
-        """Queue the final callback once per backward. The callback holds the token, so a backward that raised, and
-        whose callbacks were therefore dropped, does not count as watched."""
+    @staticmethod
+    def task() -> int:
+        """Of the backward that is running; -1 outside."""
+        return torch._C._current_graph_task_id()
+
+    @staticmethod
+    def differentiable(value: Any) -> list[torch.Tensor]:
+        """Tensors in a forward's inputs or outputs that a gradient may reach."""
+        if in_backward() or not torch.is_grad_enabled():
+            return []
+        return [tensor for tensor in tensors_in(value) if tensor.requires_grad]
+
+    def _mark_fsdp(self, args: Any, kwargs: Any) -> None:
+        """Once, in the first forward, when `fully_shard` has been called on what it will be."""
+        if self._marked:
+            return
+        self._marked = True
+        moved = moved_modules(self._root)
+        self.engine.passes.declare_marks(functools.partial(declared_marks, self._root, moved, self._modules_of))
+        for index, module in moved.items():
+            prepare = mark_module(self, index, module)
+            if module is self._root:  # whose hooks run already
+                prepare(module, args, kwargs)
+
+    def mark(self, kind: str, module: int) -> None:
+        if in_backward():
+            self.watch_backward()
+        self.engine.passes.of(in_backward()).mark(kind, module)
+
+    def mark_in_backward(
+        self, turn: int | None, kind: str, module: int, parameters: Sequence[torch.Tensor] = ()
+    ) -> None:
+        """FSDP2 is about to act in the graph of a forward; the ``parameters`` are those it will have gradients of."""
+        self.watch_backward(turn)
+        self.reduces = self.reduces or any(_is_reached(p) for p in parameters if p.requires_grad)
+        self.engine.passes.backward.mark(kind, module)
+
+    def watch_backward(self, turn: int | None = None) -> None:
+        """The backward is in the graph of the forward ``turn``. Queue the final callback once per backward. The
+        callback holds the token, so a backward that raised, and whose callbacks were therefore dropped, does not count
+        as watched."""
         if self._token() is not None:
+            if turn is not None and turn != self._backward_turn:
+                if self._backward_turn is not None:
+                    for state in self.by_unit:
+                        state.current = None
+                    self.engine.next_forward_begins()
+                self._backward_turn = turn
             return
         if self._backward_open:
             self._drop_failed_pass()
         self._backward_open = True
         token = _Token()
         self._token = weakref.ref(token)
-        self.any_gradient = False
+        self.any_gradient = self.any_unit = self.reduces = False
+        self._backward_turn = turn
         self.engine.backward_begins()
 
         def over(token: _Token = token) -> None:
             self._token, self._backward_open = lambda: None, False
             for state in self.by_unit:
                 state.reset()
-            self.engine.backward_over(self.any_gradient)
+            # Where no unit was come by, this rank's loss reaches none: it sends zeros.
+            self.reduces = self.any_gradient or not self.any_unit
+            self.engine.backward_over(self.reduces)
 
         Variable._execution_engine.queue_callback(over)

@@ -1,16 +1,15 @@
 """A check for debugging: do all ranks issue the same operations in the same order (invariant 5)?
 
-Decides: what is compared, and when. Off unless the environment has DMUON_DEBUG=1, on every rank or on none. Compares
-what was issued, not what was received, once per step, after the reduces; costs two small collectives a step.
+Decides: what is compared, and when. Off unless the environment has DMUON_DEBUG=1, on every rank or on none. Each
+operation is compared before it is issued, so that no two different ones meet; a rank that does not come to it in time
+is named. Costs a round trip of all ranks over the store for each operation.
 """
 
 from __future__ import annotations
 
-import hashlib
-import itertools
 import os
 
-from .wires import Control
+from .board import Board, Missing
 
 
 def is_enabled() -> bool:
@@ -22,34 +21,43 @@ def is_enabled() -> bool:
 
 
 class OrderCheck:
-    """Keeps (phase, unit) of each operation this rank issues, until :meth:`compare`."""
+    """Counts steps, and compares (step, phase, unit) of each operation that this rank is about to issue."""
 
-    def __init__(self, control: Control, rank: int) -> None:
-        self._control, self._rank = control, rank
-        self._enabled = is_enabled()
-        self._issued: list[str] = []
-        self._step = 0
+    def __init__(self, board: Board | None) -> None:
+        self._board = board if is_enabled() else None
+        self.step = self._issued = 0
 
     def issue(self, phase: str, unit: str) -> None:
-        if self._enabled:
-            self._issued.append(f"{phase} of {unit}")
+        """With the check on, a collective. RuntimeError on every rank, with ranks, step and operations, where they
+        differ, or where a rank does not come to its next operation in time."""
+        at, self._issued = self._issued, self._issued + 1
+        if self._board is None:
+            return
+        mine = f"{self.step}|{at}|{phase} of {unit}"
+        try:
+            words = self._board.exchange(mine)
+        except Missing as missing:
+            last = self._board.last_words()
+            came = ", ".join(f"the {_words(last[r])} on rank {r}" for r in missing.ranks)
+            raise RuntimeError(
+                f"step {self.step}, operation {at}: this rank is about to issue the {phase} of {unit}, and waited in "
+                f"vain for ranks {', '.join(map(str, missing.ranks))} of the data-parallel group. The last issued "
+                f"there: {came}. They do not run the same pass, or wait elsewhere, as for an operation of FSDP2"
+            ) from missing
+        other = next((r for r, word in enumerate(words) if word != words[0]), None)
+        if other is not None:
+            step, number, first = words[0].split("|", 2)
+            raise RuntimeError(
+                f"ranks 0 and {other} of the data-parallel group issued different operations in step {step}: "
+                f"operation {number} is the {first} on rank 0, the {_words(words[other])} on rank {other}. All ranks "
+                "must run the same passes"
+            )
 
-    def compare(self) -> None:
-        """A collective if the check is on. Raises RuntimeError, with ranks, step and operation, where orders differ."""
-        if not self._enabled:
-            return
-        mine, self._issued = self._issued, []
-        digests = self._control.all_gather(hashlib.sha256("\n".join(mine).encode()).hexdigest())
-        step = self._step
-        self._step += bool(mine)
-        other = next((r for r, digest in enumerate(digests) if digest != digests[0]), None)
-        if other is None:
-            return
-        every = self._control.all_gather(mine if self._rank in (0, other) else None)
-        pairs = itertools.zip_longest(every[0], every[other], fillvalue="nothing")
-        at, (first, second) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
-        raise RuntimeError(
-            f"ranks 0 and {other} of the data-parallel group issued different operations in step {step}: "
-            f"operation {at} is the {first} on rank 0, the {second} on rank {other}. All ranks must use "
-            "units in the same order"
-        )
+    def step_ends(self) -> None:
+        """What is issued from here on belongs to the next step."""
+        self.step += bool(self._issued)
+        self._issued = 0
+
+
+def _words(posted: str) -> str:
+    return posted.split("|", 2)[-1]

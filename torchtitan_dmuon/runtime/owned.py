@@ -223,7 +223,7 @@ class OwnedMatrices:
             enclosing=[index for index, modules in modules_of.items() if model in modules],
         )
         self.hooks = Hooks(self.engine, model, modules_of)
-        self.engine.is_busy, self.engine.gets_no_gradient = self.hooks.is_busy, self.hooks.gets_no_gradient
+        self.engine.is_busy, self.engine.reduces_gradients = self.hooks.is_busy, self.hooks.reduces_gradients
         self._names = slots.names
         self._params = {param.name: (unit, param) for unit in units for param in unit.params}
         self.blocks = GatheredBlocks(self.engine, self._params.values())

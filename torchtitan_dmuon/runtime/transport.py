@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ..topology import Stage, Topology
+from .board import Board
 from .unit import Ranges, Unit, slice_of
 from .wires import Control, GroupWire, Parcel, Wire, make_group, on_nccl
 
@@ -32,6 +33,9 @@ class Transport(Protocol):
 
     wires: dict[str, Wire]
     sent: Counter[tuple[str, str]]
+
+    def peers(self, phase: str, unit: Unit) -> list[int]:
+        """The ranks that this one exchanges messages with in a unit's operation, or is in a group with."""
 
     def gather(self, unit: Unit) -> None:
         """The ranges that other ranks of the cell hold, into ``unit.flat``, which has this rank's."""
@@ -54,6 +58,19 @@ class PointToPoint:
     def __init__(self, topology: Topology, rank: int, wires: Mapping[str, Wire]) -> None:
         self.topology, self.rank, self.wires = topology, rank, dict(wires)
         self.sent: Counter[tuple[str, str]] = Counter()
+
+    def peers(self, phase: str, unit: Unit) -> list[int]:
+        routes = unit.routes
+        stages = {
+            "gather": routes.gather,
+            "reduce": routes.reduce[:1],
+            "reduce_between_nodes": [
+                *routes.reduce[1:],
+                *(routes.publish if self.topology.ownership == "replica" else ()),
+            ],
+            "publish": routes.publish,
+        }[phase]
+        return sorted({m.peer for stage in stages for m in (*stage.sends, *stage.recvs)})
 
     def gather(self, unit: Unit) -> None:
         flat = _everywhere({(0, unit.flat.numel()): unit.flat})
@@ -118,6 +135,13 @@ class Collectives:
         self.topology, self.rank, self.wires = topology, rank, dict(wires)
         self.sent: Counter[tuple[str, str]] = Counter()
         self._local, self._node = topology.local(rank), topology.node(rank)
+
+    def peers(self, phase: str, unit: Unit) -> list[int]:
+        if phase in ("gather", "reduce"):
+            members = list(self.topology.node_members(self._node))
+        else:
+            members = [self.topology.relay(self.rank, node) for node in range(self.topology.nodes)]
+        return [r for r in members if r != self.rank]
 
     def gather(self, unit: Unit) -> None:
         if (wire := self.wires.get("gather")) is not None:
@@ -223,21 +247,21 @@ def connect(
     """
     if topology.world == 1:
         return PointToPoint(topology, rank, {}), Control(), []
-    nccl = on_nccl(device)
+    nccl, board = on_nccl(device), Board(ranks, rank, timeout)
     if transport == "auto":
         transport = "collective" if nccl and not topology.irregularity else "point_to_point"
         if nccl and topology.irregularity:
             logger.warning("units travel point to point, which is slow on many nodes: %s", topology.irregularity)
     if transport == "point_to_point":
         groups = {phase: make_group(ranks, device, timeout) for phase in PHASES}
-        control = Control([groups["reduce_between_nodes"]])
+        control = Control([groups["reduce_between_nodes"]], board)
         family: type[PointToPoint | Collectives] = PointToPoint
     else:
         node = [ranks[r] for r in topology.node_members(topology.node(rank))]
         rail = [ranks[topology.relay(rank, n)] for n in range(topology.nodes)]
         members = {"gather": node, "reduce": node, "reduce_between_nodes": rail, "publish": rail}
         groups = {p: make_group(members[p], device, timeout) for p in PHASES if len(members[p]) > 1}
-        control = Control([groups[p] for p in ("reduce", "reduce_between_nodes") if p in groups])
+        control = Control([groups[p] for p in ("reduce", "reduce_between_nodes") if p in groups], board)
         family = PaddedCollectives if transport == "padded" else Collectives
     wires: dict[str, Wire] = {phase: GroupWire(group, device) for phase, group in groups.items()}
     return family(topology, rank, wires), control, list(groups.values())

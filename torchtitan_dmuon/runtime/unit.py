@@ -166,6 +166,10 @@ class Unit:
     def trainable(self) -> list[OwnedParameter]:
         return [p for p in self.params if p.requires_grad]
 
+    def has_local_gradient(self) -> bool:
+        """Whether a backward left a gradient of this rank alone."""
+        return any(param.weight.grad is not None for param in self.params)
+
     def take_gradients(self) -> torch.Tensor:
         """This rank's gradients in the full fixed layout, a 1 after each piece that has one. Drops the originals."""
         contrib = torch.empty(self.layout.numel, dtype=self.reduce_dtype, device=self.device)

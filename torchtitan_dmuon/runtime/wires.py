@@ -17,6 +17,8 @@ from typing import Any, Protocol, cast
 import torch
 import torch.distributed as dist
 
+from .board import Board
+
 Parcel = tuple[int, torch.Tensor]  # (rank within the group, contiguous tensor)
 
 # Renamed in torch 2.13; the old names warn there, and the new ones are missing in 2.11.
@@ -55,13 +57,17 @@ class GroupWire:
         if self._grouped:
             ops = [dist.P2POp(dist.irecv, t, group=self.group, group_peer=p) for p, t in recvs]
             ops += [dist.P2POp(dist.isend, t, group=self.group, group_peer=p) for p, t in sends]
-            works = list(dist.batch_isend_irecv(ops))
-        else:
-            received = [dist.irecv(t, group=self.group, group_src=p) for p, t in recvs]
-            sent = [dist.isend(t, group=self.group, group_dst=p) for p, t in sends]
-            works = [work for work in (*received, *sent) if work is not None]
-        for work in works:
-            work.wait()
+            for grouped in dist.batch_isend_irecv(ops):
+                grouped.wait()
+            return
+        received = [(p, dist.irecv(t, group=self.group, group_src=p)) for p, t in recvs]
+        sent = [(p, dist.isend(t, group=self.group, group_dst=p)) for p, t in sends]
+        for peer, work in (*received, *sent):
+            try:
+                if work is not None:
+                    work.wait()
+            except RuntimeError as error:
+                raise RuntimeError(f"waiting for rank {peer}: {error}") from error
 
     def broadcast(self, parcels: Sequence[Parcel]) -> None:
         self._together([functools.partial(dist.broadcast, t, group=self.group, group_src=p) for p, t in parcels])
@@ -168,10 +174,11 @@ def _unbound() -> Iterator[None]:
 
 class Control:
     """Small exchanges of the whole data-parallel group. ``groups``: one of all its ranks, or several that reach all of
-    them one after the other, in rank order (a node's ranks, then equal local ranks); none on a single rank."""
+    them one after the other, in rank order (a node's ranks, then equal local ranks); none on a single rank. ``board``:
+    where they post words beside the groups."""
 
-    def __init__(self, groups: Sequence[dist.ProcessGroup] = ()) -> None:
-        self.groups = tuple(groups)
+    def __init__(self, groups: Sequence[dist.ProcessGroup] = (), board: Board | None = None) -> None:
+        self.groups, self.board = tuple(groups), board or Board([0], 0)
 
     def all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> None:
         """Sum, or largest, in place."""
