@@ -280,10 +280,13 @@ def freezing(b):
 
 @operation
 def state_dict(b):
-    b.kept += [
-        torch.cat(list(value.rows.values())) if hasattr(value, "rows") else value.clone()
-        for value in b.model.state_dict().values()
-    ]
+    for value in b.model.state_dict().values():
+        b.kept += [part.clone() for part in getattr(value, "parts", {0: value}).values()]
+
+
+@operation
+def full_state_dict(b):
+    b.kept += b.owned.full_state_dict().values()
 
 
 @refused
@@ -412,7 +415,7 @@ def table(
             if name in IN_BLOCKS_ONLY and where == "after":
                 continue
             error = "" if where == "after" else REFUSALS.get(name, "")
-            if "to write" in where and name == "state_dict":
+            if "to write" in where and name in ("state_dict", "full_state_dict"):
                 error = PENDING
             tried += 1
             try:
