@@ -188,17 +188,21 @@ def test_walks_over_parameters():
     assert "layers.1.up.weight" in str(model.layers[1].up.weight)
 
 
-def _beside(rank: int, world: int) -> None:
-    model = tower()
-    owned = own(model, 1, 2)
-    with pytest.raises(RuntimeError, match="first.weight is not gathered here"):  # it would send every parameter
-        DistributedDataParallel(model)
-    fully_shard(model, ignored_params=owned.parameters)
+def _under_ddp(rank: int, world: int) -> None:
+    model, plain = tower(), tower()
+    owned = own(model, 1, 2, select="layers.*weight$")
+    for parallel in (DistributedDataParallel(model), DistributedDataParallel(plain)):
+        train_backward(parallel, rank)
+    owned.engine.finish_reduces()
+    assert torch.allclose(model.first.weight.grad, plain.first.weight.grad, atol=1e-6)
+    for unit in owned.engine.units:
+        for key, master in unit.master_of.items():
+            assert torch.allclose(master.grad, plain.get_parameter(key.partition("[")[0]).grad, atol=1e-6), key
     owned.close()
 
 
-def test_wrappers_of_models():
-    run_ranks(_beside, 2)
+def test_ddp_takes_the_other_parameters():
+    run_ranks(_under_ddp, 2)
 
 
 # ---- gradients are at their owners ----

@@ -11,12 +11,13 @@ methods `torch.nn.Module` calls for each submodule, and of the root's `zero_grad
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from .parameter import FreedParameter, OwnedParameter, require_unreplaced, warn_of_cast
 
@@ -105,6 +106,16 @@ def adapt_leaf(module: nn.Module, owned: dict[str, OwnedParameter], store: Maste
     module._apply = types.MethodType(_apply, module)  # type: ignore[method-assign]
     module._save_to_state_dict = types.MethodType(_save_to_state_dict, module)  # type: ignore[method-assign]
     module._load_from_state_dict = types.MethodType(_load_from_state_dict, module)  # type: ignore[method-assign]
+
+
+def keep_from_ddp(model: nn.Module, owned: Mapping[nn.Module, Mapping[str, OwnedParameter]]) -> None:
+    """`DistributedDataParallel` of the model, for its other parameters, passes owned ones by. It looks for its names in
+    two ways, which differ for the model's own parameters."""
+    names = [f"{path}.{attribute}" for path, module in model.named_modules() for attribute in owned.get(module, ())]
+    known = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+        model, {*known, *names, *(name.removeprefix(".") for name in names)}
+    )
 
 
 def adapt_root(

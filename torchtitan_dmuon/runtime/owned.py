@@ -31,7 +31,7 @@ from .clip import clip_gradients
 from .engine import Engine
 from .gathered_block import GatheredBlocks
 from .hooks import Hooks
-from .leaf import adapt_leaf, adapt_root
+from .leaf import adapt_leaf, adapt_root, keep_from_ddp
 from .optimizer import OptimizerFactory, OwnedOptimizer
 from .options import check_options, unit_dtypes
 from .parameter import FreedParameter, OwnedParameter
@@ -242,6 +242,7 @@ class OwnedMatrices:
                 by_module.setdefault(module, {})[attribute] = param
         for module, owned in by_module.items():
             adapt_leaf(module, owned, self)
+        keep_from_ddp(model, by_module)
         adapt_root(
             model,
             units[0].params[0].placeholder,
