@@ -35,7 +35,7 @@ FACTORIES = {
 }
 Layout = tuple[int, int, str]
 SAVED_BY: list[Layout] = [(1, 2, "global"), (2, 2, "global"), (2, 2, "replica")]
-LOADED_BY: list[Layout] = [(r, s, o) for r, s in ((1, 1), (1, 2), (2, 1), (2, 2)) for o in ("global", "replica")]
+LOADED_BY: list[Layout] = [(1, 1, "global"), (1, 2, "global"), (2, 1, "replica"), (2, 2, "global"), (2, 2, "replica")]
 WAYS = ("dcp", "async", "file")
 BY_EVERY_WAY = [(kind, layout) for kind in ("stack", "unused") for layout in SAVED_BY[2:]]
 

@@ -26,7 +26,7 @@ def folder(tmp_path_factory):
     return made
 
 
-def run(folder, optimizer, dump, steps, *flags, mesh=(1, 2), **kwargs):
+def run(folder, optimizer, dump, steps, *flags, mesh=(1, 1), **kwargs):
     flags = ("--dump_folder", str(dump), "--training.steps", str(steps), *SAVE, *flags)
     return train(folder, optimizer, mesh[0] * mesh[1], *flags, mesh=mesh, **kwargs)
 
@@ -45,6 +45,10 @@ def saved(folder, tmp_path_factory):
 
 def resumed(folder, saved, tmp_path, before, now, *flags):
     path = ("--checkpoint.initial_load_path", str(saved[before]), "--checkpoint.no-initial_load_model_only")
+    if before == "AdamW":  # every rank decides alike; the data of one rank are not those of two
+        return run(
+            folder, now, tmp_path, 3, *path, *flags, "--checkpoint.exclude_from_loading", "dataloader", mesh=(1, 2)
+        )
     return run(folder, now, tmp_path, 3, *path, *flags)
 
 
@@ -104,7 +108,8 @@ def test_experts_leave_for_hugging_face_and_come_back(folder, tmp_path):
     toml = TOML.format(folder=folder, name="experts", matrix_group=EXPERTS)
     (folder / "experts.toml").write_text(toml.replace("llama3", "deepseek_v3"))
     flags = ("--checkpoint.async_mode", "async", "--checkpoint.last_save_model_only", "--checkpoint.last_save_in_hf")
-    results = run(folder, "experts", tmp_path, 3, *flags, after=functools.partial(weights, tmp_path / "first"))
+    after = functools.partial(weights, tmp_path / "first")
+    results = run(folder, "experts", tmp_path, 3, *flags, mesh=(1, 2), after=after)
     assert all(count and equal for count, equal in (r["after"] for r in results))
     path = tmp_path / "checkpoint" / "step-3"
     assert (tmp_path / "checkpoint" / "step-2" / ".metadata").exists()  # asynchronously, stacks and all
