@@ -66,7 +66,7 @@ HARMLESS = r"""
     (dump_folder|debug\.save_config_file) '(nope|\.\.|\.\./x)' | dataloader\.dataset_path '\.\.'
     training\.max_norm (inf|10+|2147483648|1\.5) | debug\.seed (10+|2147483648|0)
     dmuon\.qk_clip (10+|2147483648|1\.5|0)
-    dmuon\.(prefetch|ranks_per_node) 0 | dmuon\.cost_file '' | (training|validator).*(batch_size|steps) -1
+    dmuon\.[a-z_]+ 0 | dmuon\.cost_file '' | (training|validator).*(batch_size|steps) -1
     checkpoint\.(load_step -1|keep_latest_k\ 0) | parallelism\.data_parallel_shard_degree -1
     lr_scheduler\.[a-z_]+ 0 | profiler\.profiler_[a-z_]+ 0 | .*num_workers 0 | comm\.trace_buf_size 0
     parallelism\.pipeline_parallel_[a-z]+_stage_less_layers 0 | parallelism\.module_fqns_per_model_part \[\]

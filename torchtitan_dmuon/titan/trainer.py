@@ -135,9 +135,13 @@ class DMuonTrainer(Trainer):
 @contextlib.contextmanager
 def _resharding_told() -> Iterator[None]:
     """TorchTitan's data loader refuses the state of another number of ranks (components/dataloader.py:161): say what
-    can be done."""
+    can be done. So does the optimizer that of another momentum (muon.py)."""
     try:
         yield
+    except ValueError as error:
+        if "momentum_form = " not in str(error):
+            raise
+        raise ConfigError(str(error), "optimizer.param_groups") from None
     except AssertionError as error:
         if "dataloader resharding is not supported" not in str(error):
             raise
