@@ -86,6 +86,7 @@ def test_every_place_that_writes_is_known():
     assert found == {
         "torchtitan_dmuon/plan.py: .write_text(",  # costs, refused over any file unless --overwrite
         "torchtitan_dmuon/titan/data.py: .write_text(",  # into a new folder of this process
+        'torchtitan_dmuon/titan/convert.py: open("x"',  # refuses a file that exists
         "torchtitan_dmuon/titan/data.py: rmtree",  # of that folder
         'torchtitan_dmuon/titan/platform.py: open("/proc/self/clear_refs", "w"',
         'scripts/bench/memory.py: open("/proc/self/clear_refs", "w"',
