@@ -40,13 +40,18 @@ def write_run(
     dmuon=False,
     loss0=8.0,
     clock=1000.0,
+    told=False,
+    more=lambda step: {},
     **config,
 ) -> Path:
-    """A run whose step takes `step_seconds`, except its first three (ten times as long) and step 7 (a checkpoint)."""
+    """A run whose step takes `step_seconds`, except its first three (ten times as long) and step 7 (a checkpoint).
+    ``told``: the event file has the configuration too; ``more(step)``: further scalars, or others for the same."""
     from torch.utils.tensorboard import SummaryWriter
 
     write_config(folder, **config)
     writer = SummaryWriter(str(folder / tb))
+    if told:
+        writer.add_text("config", (folder / "config.toml").read_text())
     for step in steps:
         seconds = step_seconds * (10 if step <= 3 or step == 7 else 1)
         clock += seconds
@@ -60,6 +65,7 @@ def write_run(
         if dmuon:
             scalars |= {c.UPDATE_SECONDS: 0.2 * seconds, "dmuon/ns_share": 0.15, "dmuon/bytes/inter_node": 3e6}
             scalars |= {tag: 0.05 * seconds for tag in c.EXPOSED.values()}
+        scalars |= more(step)
         for tag, value in scalars.items():
             writer.add_scalar(tag, value, step, walltime=clock)
     writer.close()
@@ -162,7 +168,45 @@ def test_another_number_of_steps_is_told_beside_the_ratio(tmp_path):
     dirs = [write_run(tmp_path / "long", 0.5), write_run(tmp_path / "short", 0.5, steps=range(1, 11))]
     runs, notes = c.compare(dirs, skip=3)
     assert runs[1].ratio == pytest.approx(1.0)
-    assert notes == ["short ran 10 steps, long 12: their losses are of those"]
+    assert notes[-1] == "short ran 10 steps, long 12: their losses are of those"
+
+
+def test_a_ratio_has_quartiles_and_says_when_they_include_1(tmp_path):
+    first = write_run(tmp_path / "first", 0.5)
+    speeds = {4: 0.9, 5: 0.95, 6: 1.0, 8: 1.1, 9: 1.2, 10: 1.3}  # times the first run's, step by step
+    drifting = write_run(tmp_path / "drifting", 0.5, more=lambda s: {c.TOKENS_PER_SECOND: 512 * speeds.get(s, 1.05)})
+    faster = write_run(tmp_path / "faster", 0.4, more=lambda s: {c.TOKENS_PER_SECOND: 640.0 + s})
+    runs, notes = c.compare([first, drifting, faster], skip=3)
+    ratios = sorted([0.9, 0.95, 1.0, 1.1, 1.2, 1.3] + [1.05 * 10] + [1.05] * 2)  # step 7 took ten times as long
+    assert runs[0].ratio_quartiles is None and runs[1].ratio_steps == 9
+    assert runs[1].ratio_quartiles == pytest.approx((ratios[2], ratios[4], ratios[6]))
+    assert [n for n in notes if "include 1" in n] == [
+        f"drifting: the quartiles of its ratio over 9 steps, {ratios[2]:.3f} to {ratios[6]:.3f}, include 1: these runs "
+        "do not tell which is faster, it or first"
+    ]
+    assert runs[2].ratio_quartiles[0] > 1.2
+    assert json.loads(json.dumps(runs[1].as_json()))["ratio_quartiles"][1] == pytest.approx(1.05)
+
+
+def test_losses_say_how_many_batches_they_are_of(tmp_path, capsys):
+    held_out = lambda s: {c.HELD_OUT: 7.0 - s} if s in (1, 5) else {}  # noqa: E731
+    run = write_run(tmp_path / "run", 0.5, more=lambda s: {c.LOSS: float(s), **held_out(s)})
+    other = write_run(tmp_path / "other", 0.5, steps=range(1, 9))
+    ((first, second), _) = c.compare([run, other], skip=3)
+    assert (first.final_loss, first.mean_loss, first.mean_loss_steps) == (12.0, 7.5, 10)
+    assert (first.held_out_loss, first.held_out_step, second.held_out_loss) == (2.0, 5, None)
+    assert second.mean_loss_steps == 8
+    assert c.main([str(run), str(other), "--skip", "3", "--plot", str(tmp_path / "p.png")]) == 0
+    printed = capsys.readouterr().out
+    for words in ("loss of last", "7.5000 (10)", "(8)", "2.0000 @5"):
+        assert words in printed, words
+
+
+def test_a_loss_that_is_none_is_no_invalid_json(tmp_path):
+    run = write_run(tmp_path / "run", 0.5, more=lambda s: {c.LOSS: float("nan")} if s == 12 else {})
+    assert c.main([str(run), "--json", str(tmp_path / "c.json")]) == 0
+    (written,) = json.loads((tmp_path / "c.json").read_text(), parse_constant=pytest.fail)["runs"]
+    assert written["final_loss"] is None and written["mean_loss"] is None
 
 
 def test_names_tell_folders_apart(tmp_path):
@@ -212,7 +256,7 @@ def broken(name: str, root: Path) -> list[str]:
         ("missing", "no such run folder"),
         ("no events", "no TensorBoard event files"),
         ("several", "holds several runs"),
-        ("too short", "last logged step is 12, but the first 12 are skipped"),
+        ("too short", "last logged step is 12, but the first 12 of each start are skipped"),
         ("negative", "--skip -1"),
         ("other scalars", "no scalar 'loss_metrics/global_avg_loss'"),
         ("broken configuration", "config.toml"),

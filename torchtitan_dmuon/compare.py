@@ -1,9 +1,9 @@
 """`dmuon compare`: what the event files of finished runs say, side by side.
 
-Decides how a run's figures are read from its TensorBoard event files (medians over the steps after a warm-up, the last
-loss, the highest memory peak) and when two runs may be compared at all: the same model, sequence length and global
-batch. Does not measure anything and never looks at a process. Keeps: a ratio is printed only between runs that did the
-same work, and every figure is one that TorchTitan's or our own metrics wrote.
+Decides: how figures come from a run's scalars (medians over the steps after each start's warm-up, the spread of ratios
+step by step, which losses) and when two runs may be compared at all: the same model, sequence length and global batch.
+Does not find or read files (`run_files.py`), does not measure and never looks at a process. Keeps: a ratio is printed
+only between runs that did the same work, and every figure is one that TorchTitan's or our own metrics wrote.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_dmuon.outputs import add_output_arguments, prepare_outputs, save_picture, write_json
+from torchtitan_dmuon.run_files import CompareError, Series, Stretch, differences, read_stretches
 
 # Scalar names of torchtitan 0.3.0 (components/metrics.py); tokens per second are per rank.
 LOSS = "loss_metrics/global_avg_loss"
+HELD_OUT = "validation_metrics/loss"
 TOKENS_PER_SECOND = "throughput(tps)"
 STEP_SECONDS = "time_metrics/end_to_end(s)"
 DATA_PERCENT = "time_metrics/data_loading(%)"  # of all micro-batches; the scalar in seconds is of one
@@ -35,104 +37,73 @@ EXTRA = {
     "intra_node_bytes_per_step": "dmuon/bytes/intra_node",
     "internode_bytes_per_step": "dmuon/bytes/inter_node",
 }
-
-
-class CompareError(ValueError):
-    """A run cannot be read; the message is one line that names the folder and what to do."""
-
-
-Series = dict[int, tuple[float, float]]  # step -> (wall time in seconds, value)
+LOSS_STEPS = 10  # logged steps whose mean loss is shown: one batch's is as easy as its text
 
 
 @dataclass
 class Run:
-    """One run folder. Seconds, bytes, tokens per second per rank; None where the run did not write the figure."""
+    """One configuration of a run folder. Seconds, bytes, tokens per second per rank; None where the run did not write
+    the figure."""
 
     name: str
     steps: int
     tokens_per_second: float
     step_seconds: float
     peak_memory_bytes: int | None
-    final_loss: float
+    final_loss: float  # of the last logged step's batch
     ratio: float | None = None
+    ratio_quartiles: tuple[float, float, float] | None = None  # of the ratios step by step: first, median, third
+    ratio_steps: int = 0
+    mean_loss: float = math.nan
+    mean_loss_steps: int = 0  # the last logged ones
+    held_out_loss: float | None = None
+    held_out_step: int | None = None
+    training_seconds: float = 0.0  # from the first logged step on, without the time between starts
     parts: dict[str, float] = field(default_factory=dict)  # seconds of the median step by where they went
     extra: dict[str, float] = field(default_factory=dict)
     workload: dict[str, Any] = field(default_factory=dict)  # what must be equal for a ratio
-    series: dict[str, Series] = field(default_factory=dict, repr=False)
+    stretch: Stretch = field(default_factory=lambda: Stretch([]), repr=False)
+    speeds: dict[int, float] = field(default_factory=dict, repr=False)  # step -> tokens per second, warm-up left out
+
+    @property
+    def series(self) -> dict[str, Series]:
+        return self.stretch.series
 
     def as_json(self) -> dict[str, Any]:
         names = ("name", "tokens_per_second", "step_seconds", "peak_memory_bytes", "final_loss", "ratio", "steps")
-        return {n: getattr(self, n) for n in names} | {"parts": self.parts} | self.extra
+        names += ("ratio_quartiles", "ratio_steps", "mean_loss", "mean_loss_steps", "held_out_loss", "held_out_step")
+        figures = {n: getattr(self, n) for n in (*names, "training_seconds")}
+        # JSON knows no NaN: a loss that is none is null.
+        finite = {n: None if isinstance(v, float) and not math.isfinite(v) else v for n, v in figures.items()}
+        return finite | {"parts": self.parts} | self.extra
 
 
 def read_series(run_dir: Path) -> dict[str, Series]:
-    """All scalars below `run_dir`, by tag.
-
-    A run that was resumed has several files: the later one replaces what the earlier one had from its first step on, as
-    TensorBoard shows it. Raises CompareError when there is nothing to read.
-    """
-    if not run_dir.is_dir():
-        raise CompareError(f"{run_dir}: no such run folder")
-    files = sorted(run_dir.rglob("events.out.tfevents.*"))
-    if not files:
-        raise CompareError(
-            f"{run_dir}: no TensorBoard event files below it (train with --metrics.enable_tensorboard, and name the "
-            "run's dump folder)"
-        )
-    runs_below = sorted({c.parent for c in run_dir.glob("*/config.toml")})
-    if len(runs_below) > 1 and not (run_dir / "config.toml").exists():
-        raise CompareError(f"{run_dir}: holds several runs; name them one by one, e.g. {runs_below[0]} {runs_below[1]}")
-    ranks = {p for f in files for p in f.parts[len(run_dir.parts) :] if p.startswith("rank_")}
-    if ranks:  # metrics.save_for_all_ranks: one rank's view is the run's
-        lowest = min(ranks, key=lambda r: (len(r), r))
-        files = [f for f in files if lowest in f.parts]
-
-    per_file = [read for f in files if (read := _read_file(f))]
-    per_file.sort(key=lambda tags: min(t for series in tags.values() for t, _ in series.values()))
-    merged: dict[str, Series] = {}
-    for tags in per_file:
-        first = min(step for series in tags.values() for step in series)
-        for series in merged.values():
-            for step in [s for s in series if s >= first]:
-                del series[step]
-        for tag, series in tags.items():
-            merged.setdefault(tag, {}).update(series)
-    return {tag: dict(sorted(series.items())) for tag, series in merged.items() if series}
+    """All scalars of a run, by tag. Raises CompareError where there is none, or several configurations were run."""
+    stretches, _ = read_stretches(run_dir)
+    if len(stretches) > 1:
+        raise CompareError(f"{run_dir}: was started with {len(stretches)} configurations")
+    return stretches[0].series
 
 
-def _read_file(path: Path) -> dict[str, Series]:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(path), size_guidance={"scalars": 0})  # 0: keep every point
-    events.Reload()
-    return {tag: {e.step: (e.wall_time, e.value) for e in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
-
-
-def read_workload(run_dir: Path) -> dict[str, Any]:
-    """What a step computes, from the `config.toml` saved in the dump folder.
+def workload_of(saved: dict[str, Any] | None, where: str) -> dict[str, Any]:
+    """What a step computes, from the tables of a saved `config.toml`.
 
     Returns {"model", "seq_len", "global_batch", "ranks"}, or nothing when the run saved no configuration. `ranks` are
     the data-parallel ones, None where the file leaves their number to the launcher (a shard degree of -1); the global
     batch, in sequences, is then the text `N per rank` unless it is set.
     """
-    path = run_dir / "config.toml"
-    if not path.exists():
+    if not saved:
         return {}
-    import tomli
-
-    try:
-        saved = tomli.loads(path.read_text(encoding="utf-8-sig"))
-    except ValueError as error:  # no TOML, or no text
-        raise CompareError(f"{path}: {error}") from None
     job, training, mesh = (saved.get(table, {}) for table in ("job", "training", "parallelism"))
     for table in (job, training, mesh):
         if not isinstance(table, dict):
-            raise CompareError(f"{path}: job, training and parallelism must be tables, found {table!r}")
+            raise CompareError(f"{where}: job, training and parallelism must be tables, found {table!r}")
 
     def integer(table: dict[str, Any], key: str, default: int | None) -> Any:
         value = table.get(key, default)
         if value is not default and type(value) is not int:
-            raise CompareError(f"{path}: {key} must be an integer, found {value!r}")
+            raise CompareError(f"{where}: {key} must be an integer, found {value!r}")
         return value
 
     defaults = {"data_parallel_replicate_degree": 1, "data_parallel_shard_degree": -1, "context_parallel_degree": 1}
@@ -146,22 +117,62 @@ def read_workload(run_dir: Path) -> dict[str, Any]:
     return {"model": model, "seq_len": training.get("seq_len"), "global_batch": batch, "ranks": ranks}
 
 
-def read_run(run_dir: Path, skip: int, name: str | None = None) -> Run:
-    """Figures of one run over its logged steps after step `skip`. Raises CompareError when none are left."""
-    series = read_series(run_dir)
-    missing = [tag for tag in (LOSS, TOKENS_PER_SECOND, STEP_SECONDS) if tag not in series]
+def read_runs(run_dir: Path, skip: int, name: str | None = None) -> tuple[list[Run], list[str]]:
+    """The run in a folder, one `Run` for each configuration that it was started with, and notes of one line each.
+
+    Figures are of the logged steps after the first ``skip`` of each start. Raises CompareError when none are left.
+    """
+    stretches, notes = read_stretches(run_dir)
+    name = name or run_dir.resolve().name
+    missing = [tag for tag in (LOSS, TOKENS_PER_SECOND, STEP_SECONDS) if not any(tag in s.series for s in stretches)]
     if missing:
         raise CompareError(f"{run_dir}: its event files have no scalar {missing[0]!r}: is this a TorchTitan run?")
-    last = max(series[LOSS])
-    if not any(step > skip for step in series[STEP_SECONDS]):
-        raise CompareError(f"{run_dir}: its last logged step is {last}, but the first {skip} are skipped (--skip N)")
+    runs = []
+    for stretch in stretches:
+        row = name if len(stretches) == 1 else f"{name} ({_label(stretch)})"
+        if not stretch.series.get(LOSS) or not any(stretch.warm(s, skip) for s in stretch.series.get(STEP_SECONDS, ())):
+            last = max(stretch.series.get(LOSS, {0: 0}))
+            problem = f"its last logged step is {last}, but the first {skip} of each start are skipped (--skip N)"
+            if len(stretches) == 1:
+                raise CompareError(f"{run_dir}: {problem}")
+            notes.append(f"{row} is left out: {problem}")
+            continue
+        runs.append(_figures(stretch, skip, row, str(run_dir / "config.toml")))
+        if (starts := len(stretch.starts)) > 1:
+            notes.append(
+                f"{row} was started {starts} times: {runs[-1].training_seconds:,.0f} s of training from its first "
+                "logged step on, without the time in between"
+            )
+    if not runs:
+        raise CompareError(f"{run_dir}: no start has more than the {skip} steps that are skipped (--skip N)")
+    for before, after in zip(stretches, stretches[1:]):
+        if changed := differences(after.starts[0].identity(), before.starts[0].identity()):
+            more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+            notes.append(
+                f"{name} was started with another configuration: {_label(after)} has {', '.join(changed[:3])}{more}"
+            )
+    return runs, notes
+
+
+def _label(stretch: Stretch) -> str:
+    """What tells a configuration of a run apart, for people: its optimizers and its steps."""
+    steps = stretch.series.get(LOSS) or {stretch.starts[0].first: None}
+    return f"{'+'.join(stretch.starts[0].optimizers) or 'start'}, steps {min(steps)} to {max(steps)}"
+
+
+def _figures(stretch: Stretch, skip: int, name: str, where: str) -> Run:
+    series = stretch.series
+
+    def warm(tag: str) -> dict[int, float]:
+        return {step: v for step, (_, v) in series.get(tag, {}).items() if stretch.warm(step, skip)}
 
     def median(tag: str) -> float | None:
-        values = [value for step, (_, value) in series.get(tag, {}).items() if step > skip]
+        values = list(warm(tag).values())
         return statistics.median(values) if values else None
 
     step_seconds, tokens = median(STEP_SECONDS), median(TOKENS_PER_SECOND)
-    assert step_seconds is not None and tokens is not None  # both tags have a step after `skip`, checked above
+    if step_seconds is None or tokens is None:
+        raise CompareError(f"{name}: no step after the first {skip} of a start has its seconds and tokens (--skip N)")
     peaks = [value for _, value in series.get(PEAK_GIB, {}).values() if value >= 0]  # -1: the device does not tell
     named = {"update": UPDATE_SECONDS} | {f"wait: {p}": t for p, t in EXPOSED.items()}
     parts = {"data loading": step_seconds * (median(DATA_PERCENT) or 0.0) / 100}
@@ -169,25 +180,36 @@ def read_run(run_dir: Path, skip: int, name: str | None = None) -> Run:
     parts = {"forward and backward": max(0.0, step_seconds - sum(parts.values()))} | parts
     if UPDATE_SECONDS not in series:  # nothing told the update apart
         parts["forward, backward and update"] = parts.pop("forward and backward")
+    losses = [value for _, value in series[LOSS].values()]
+    held_out = series.get(HELD_OUT, {})
     return Run(
-        name=name or run_dir.resolve().name,
-        steps=last,
+        name=name,
+        steps=max(series[LOSS]),
         tokens_per_second=tokens,
         step_seconds=step_seconds,
         peak_memory_bytes=round(max(peaks) * 2**30) if peaks else None,
-        final_loss=series[LOSS][last][1],
+        final_loss=losses[-1],
+        mean_loss=statistics.fmean(losses[-LOSS_STEPS:]),
+        mean_loss_steps=len(losses[-LOSS_STEPS:]),
+        held_out_loss=held_out[max(held_out)][1] if held_out else None,
+        held_out_step=max(held_out, default=None),
+        training_seconds=max(stretch.training_seconds(LOSS).values()),
         parts=parts,
         extra={key: value for key, tag in EXTRA.items() if (value := median(tag)) is not None},
-        workload=read_workload(run_dir),
-        series=series,
+        workload=workload_of(stretch.starts[-1].config, where),
+        stretch=stretch,
+        speeds=warm(TOKENS_PER_SECOND),
     )
 
 
 def compare(run_dirs: Sequence[Path], skip: int) -> tuple[list[Run], list[str]]:
-    """The runs in the order given, and notes of one line each: why some have no ratio to the first one, and which ran
-    another number of steps."""
-    runs = [read_run(d, skip, name) for d, name in zip(run_dirs, _names(run_dirs), strict=True)]
-    notes = []
+    """The runs in the order given, and notes of one line each: what could not be read, why some have no ratio to the
+    first one, whose ratio does not tell, and which ran another number of steps."""
+    runs, notes = [], []
+    for folder, name in zip(run_dirs, _names(run_dirs), strict=True):
+        more, said = read_runs(folder, skip, name)
+        runs += more
+        notes += said
     first = runs[0]
     for run in runs:
         unlike = [
@@ -201,10 +223,29 @@ def compare(run_dirs: Sequence[Path], skip: int) -> tuple[list[Run], list[str]]:
         elif unlike:
             notes.append(f"no ratio for {run.name}: {', '.join(unlike)} (as in {first.name})")
         else:
-            run.ratio = run.tokens_per_second / first.tokens_per_second
-            if run.steps != first.steps:
-                notes.append(f"{run.name} ran {run.steps} steps, {first.name} {first.steps}: their losses are of those")
+            notes += _set_ratio(run, first)
     return runs, notes
+
+
+def _set_ratio(run: Run, first: Run) -> list[str]:
+    """The ratio of the medians, and the quartiles of the ratios step by step (of steps that only one has: in order)."""
+    run.ratio = run.tokens_per_second / first.tokens_per_second
+    common = [(run.speeds[step], first.speeds[step]) for step in run.speeds if step in first.speeds]
+    pairs = common or list(zip(run.speeds.values(), first.speeds.values()))
+    ratios = [mine / theirs for mine, theirs in pairs if theirs > 0]
+    if run is first or len(ratios) < 2:
+        return []
+    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    run.ratio_quartiles, run.ratio_steps = (low, middle, high), len(ratios)
+    notes = []
+    if low <= 1 <= high:
+        notes.append(
+            f"{run.name}: the quartiles of its ratio over {len(ratios)} steps, {low:.3f} to {high:.3f}, include 1: "
+            f"these runs do not tell which is faster, it or {first.name}"
+        )
+    if run.steps != first.steps:
+        notes.append(f"{run.name} ran {run.steps} steps, {first.name} {first.steps}: their losses are of those")
+    return notes
 
 
 def _names(run_dirs: Sequence[Path]) -> list[str]:
@@ -221,11 +262,12 @@ def print_table(runs: Sequence[Run], notes: Sequence[str], skip: int) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"medians of the steps after step {skip}")
+    table = Table(title=f"medians of the steps after the first {skip} of each start")
     table.add_column("run", no_wrap=True)
     columns: list[tuple[str, list[str]]] = [
         ("tokens/s\nper rank", [f"{r.tokens_per_second:,.0f}" for r in runs]),
         ("ratio", ["-" if r.ratio is None else f"{r.ratio:.3f}" for r in runs]),
+        ("its\nquartiles", [f"{q[0]:.2f}-{q[2]:.2f}" if (q := r.ratio_quartiles) else "-" for r in runs]),
         ("step\ns", [f"{r.step_seconds:.3f}" for r in runs]),
     ]
     for part, heading in (("update", "update\ns"), *((f"wait: {p}", f"{p}\nwait s") for p in EXPOSED)):
@@ -240,7 +282,13 @@ def print_table(runs: Sequence[Run], notes: Sequence[str], skip: int) -> None:
         if any(key in r.extra for r in runs):
             columns.append((heading, [format(r.extra[key] * scale, form) if key in r.extra else "-" for r in runs]))
     peaks = ["-" if r.peak_memory_bytes is None else f"{r.peak_memory_bytes / 2**30:.2f}" for r in runs]
-    columns += [("peak\nGiB", peaks), ("final\nloss", [f"{r.final_loss:.4f}" for r in runs])]
+    columns += [("peak\nGiB", peaks), ("loss of last\nbatch", [f"{r.final_loss:.4f}" for r in runs])]
+    counts = {r.mean_loss_steps for r in runs}
+    told = f"mean of\nlast {counts.pop()}" if len(counts) == 1 else "mean of\nlast (N)"
+    columns.append((told, [f"{r.mean_loss:.4f}" + (f" ({r.mean_loss_steps})" if counts else "") for r in runs]))
+    if any(r.held_out_loss is not None for r in runs):
+        held_out = ["-" if r.held_out_loss is None else _held_out(r) for r in runs]
+        columns.append(("held-out\nloss", held_out))
     for heading, _ in columns:
         table.add_column(heading, justify="right", no_wrap=True)
     for i, run in enumerate(runs):
@@ -250,6 +298,12 @@ def print_table(runs: Sequence[Run], notes: Sequence[str], skip: int) -> None:
     console.print(table)
     for note in notes:
         print(note)
+
+
+def _held_out(run: Run) -> str:
+    """The loss, and its step where that is not the last."""
+    at = "" if run.held_out_step == run.steps else f" @{run.held_out_step}"
+    return f"{run.held_out_loss:.4f}{at}"
 
 
 def plot(runs: Sequence[Run], skip: int, path: Path) -> None:
@@ -263,15 +317,20 @@ def plot(runs: Sequence[Run], skip: int, path: Path) -> None:
     for i, run in enumerate(runs):
         color, line = f"C{i}", ("-", "--", ":", "-.")[i % 4]  # runs of the same mathematics lie on top of each other
         loss, seconds = run.series[LOSS], run.series[STEP_SECONDS]
-        begin = min(t for t, _ in loss.values())
+        since = run.stretch.training_seconds(LOSS)
         by_step.plot(list(loss), [v for _, v in loss.values()], color=color, linestyle=line, label=run.name)
-        since = [t - begin for t, _ in loss.values()]
-        by_time.plot(since, [v for _, v in loss.values()], color=color, linestyle=line, label=run.name)
-        after = {step: v for step, (_, v) in seconds.items() if step > skip}
+        by_time.plot(list(since.values()), [v for _, v in loss.values()], color=color, linestyle=line, label=run.name)
+        held_out = {step: v for step, (_, v) in run.series.get(HELD_OUT, {}).items()}
+        if held_out:
+            by_step.plot(list(held_out), list(held_out.values()), color=color, marker="o", linestyle="", alpha=0.6)
+            at = {step: since[step] for step in held_out if step in since}
+            by_time.plot(list(at.values()), [held_out[s] for s in at], color=color, marker="o", linestyle="", alpha=0.6)
+        after = {step: v for step, (_, v) in seconds.items() if run.stretch.warm(step, skip)}
         step_time.plot(list(after), list(after.values()), color=color, label=run.name, marker=".", linewidth=0.8)
         step_time.axhline(run.step_seconds, color=color, linestyle="--", linewidth=0.8)
-    by_step.set(title="loss over steps", xlabel="step", ylabel="loss")
-    by_time.set(title="loss over time", xlabel="seconds since the first logged step", ylabel="loss")
+    dots = " (dots: held-out text)" if any(HELD_OUT in run.series for run in runs) else ""
+    by_step.set(title=f"loss over steps{dots}", xlabel="step", ylabel="loss")
+    by_time.set(title="loss over training time", xlabel="seconds since the first logged step", ylabel="loss")
     step_time.set(title="time of a step (dashed: median)", xlabel="step", ylabel="seconds")
     step_time.set_ylim(0, 3 * max(run.step_seconds for run in runs))  # a saved checkpoint is off the scale
     for axes in (by_step, by_time, step_time):

@@ -45,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         speaks = os.environ.get("LOCAL_RANK", "0") == "0"
         run = toml_config.parse(argv)
         lines = ["no launcher: one process"] if alone else []
-        lines += _checked(run)
+        told, tables = _checked(run)
+        lines += told
     except (ConfigError, platform.PlatformError) as error:
         if speaks:
             print(f"error: {error}", file=sys.stderr, flush=True)
@@ -54,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             time.sleep(_SILENT_RANKS_WAIT_SECONDS)
         return 2
     try:
-        train(run.config, lines)
+        train(run.config, lines, tables)
     except ConfigError as error:  # of what only the running job knows, such as the checkpoint that it loads
         print(f"error: {run.source.locate(error)}", file=sys.stderr, flush=True)
         return 2
@@ -70,8 +71,8 @@ def _tell_torchrun(message: str) -> None:
             json.dump({"message": told}, file)
 
 
-def _checked(run: toml_config.Run) -> list[str]:
-    """Check the run, save its config, adapt it to the machine. Returns the lines to log."""
+def _checked(run: toml_config.Run) -> tuple[list[str], dict[str, Any]]:
+    """Check the run, save its config, adapt it to the machine. Returns the lines to log, and the saved tables."""
     from torchtitan_dmuon.titan import checks, data, places
 
     try:
@@ -92,7 +93,7 @@ def _checked(run: toml_config.Run) -> list[str]:
             lines += [f"an earlier start in this folder had another one, now {path.name}" for path in kept]
     except ConfigError as error:
         raise run.source.locate(error) from None
-    return lines
+    return lines, tables
 
 
 def _refuse_foreign_files(config: Any) -> None:
@@ -113,12 +114,17 @@ def _dump_folder_is_usable() -> Iterator[None]:
         raise ConfigError(f"dump_folder cannot be used: {error}", "dump_folder") from None
 
 
-def train(config: Any, lines: Sequence[str] = ()) -> None:
-    """Build the config's trainer, train and close it, with the conventions of TorchTitan's own entry point."""
+def train(config: Any, lines: Sequence[str] = (), tables: dict[str, Any] | None = None) -> None:
+    """Build the config's trainer, train and close it, with the conventions of TorchTitan's own entry point.
+
+    ``tables``: the configuration as saved, which the event files of this start keep too.
+    """
     import torch
     import torchtitan
     from torchtitan.observability import structured_logger
     from torchtitan.tools.logging import init_logger, logger
+
+    from torchtitan_dmuon.titan.metrics import DMuonMetricsProcessor
 
     init_logger()
     logger.info("torchtitan %s, torch %s", torchtitan.__version__, torch.__version__)
@@ -130,6 +136,8 @@ def train(config: Any, lines: Sequence[str] = ()) -> None:
     trainer = None
     try:
         trainer = config.build()
+        if tables and isinstance(trainer.metrics_processor, DMuonMetricsProcessor):
+            trainer.metrics_processor.keep_config(tables)
         if config.checkpoint.create_seed_checkpoint:
             trainer.checkpointer.save(curr_step=0, last_step=True)
         else:

@@ -18,16 +18,19 @@ seconds for every optimizer, so that runs can be compared. What a validation wai
 from __future__ import annotations
 
 import contextlib
+import textwrap
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import tomli_w
 import torch
 import torch.distributed as dist
-from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.metrics import MetricsProcessor, TensorBoardLogger
 from torchtitan.tools.logging import logger
 
+from torchtitan_dmuon.run_files import CONFIG_TAG
 from torchtitan_dmuon.runtime.optimizer import OwnedOptimizer
 
 _VANISHED = 1e-12  # a norm below it is no gradient: a saturated or broken model
@@ -45,6 +48,14 @@ class DMuonMetricsProcessor(MetricsProcessor):
         self._steps = 0
         self._told = False  # that gradients vanished
         self._window_begins = time.perf_counter()
+
+    def keep_config(self, tables: dict[str, Any]) -> None:
+        """Write a configuration into the event file, where TensorBoard shows it and `dmuon compare` finds it: the dump
+        folder's `config.toml` is the last start's alone."""
+        text = textwrap.indent(tomli_w.dumps(tables), "    ")  # code in Markdown, and still TOML
+        for each in getattr(self.logger, "_loggers", ()):  # on ranks that log
+            if isinstance(each, TensorBoardLogger):
+                each.writer.add_text(CONFIG_TAG.removesuffix("/text_summary"), text)
 
     def step_begins(self) -> None:
         """Called before each train step."""
