@@ -32,7 +32,7 @@ NESTS = st.lists(
 )  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(NESTS)
 def test_a_run_inside_another_changes_no_figure_of_it(nests):
     root = Path(tempfile.mkdtemp())

@@ -1,10 +1,9 @@
 """TorchTitan's own DistMuon on CPU, for comparison in the bench only.
 
 Decides: how it is configured (whole matrices owned inside the shard group, one bucket a layer) and what of torchtitan
-0.3.0 is replaced while an optimizer is built or steps. Two lines admit CUDA only: its check of the parameters' device
-(`flex_shard/dist_muon.py`), and a stream made with a device, which `torch.cpu.Stream` does not take
-(`flex_shard/_optimizer_reshard_runtime.py`). Its Newton-Schulz is bfloat16 always, tens of times slower than float32 on
-a CPU without bfloat16 instructions: it runs ours, the same polynomial, so that all variants pay alike.
+0.3.0 is replaced while an optimizer is built or steps: what admits it to the CPU (`titan/seams.py`), and its
+Newton-Schulz. That is bfloat16 always, tens of times slower than float32 on a CPU without bfloat16 instructions: it
+runs ours, the same polynomial, so that all variants pay alike.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from torch import nn
 
 import torchtitan_dmuon.muon
 from torchtitan_dmuon.newton_schulz import NewtonSchulz
+from torchtitan_dmuon.titan import seams
 
 
 def _newton_schulz(
@@ -30,23 +30,9 @@ def _newton_schulz(
 @contextlib.contextmanager
 def _cpu_admitted() -> Iterator[None]:
     from torchtitan.distributed.flex_shard import dist_muon
-    from torchtitan.distributed.flex_shard.dist_muon import DistMuon
 
-    class Stream(torch.cpu.Stream):
-        def __init__(self, device: Any = None, priority: int = -1) -> None:
-            super().__init__(priority)
-
-    check, stream = DistMuon._validate_parameter_storage, torch.cpu.Stream
-    own = dist_muon._zeropower_via_newtonschulz
-    dist_muon._zeropower_via_newtonschulz = _newton_schulz
-    DistMuon._validate_parameter_storage = lambda self: torch.device("cpu")
-    torch.cpu.Stream = Stream  # type: ignore[misc, assignment]
-    try:
+    with seams.dist_muon_on_cpu(), seams.replaced(dist_muon, "_zeropower_via_newtonschulz", _newton_schulz):
         yield
-    finally:
-        dist_muon._zeropower_via_newtonschulz = own
-        DistMuon._validate_parameter_storage = check
-        torch.cpu.Stream = stream  # type: ignore[misc]
 
 
 def make_dist_muon(named: list[tuple[str, nn.Parameter]], **options: Any) -> torch.optim.Optimizer:

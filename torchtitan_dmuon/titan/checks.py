@@ -18,7 +18,7 @@ from torchtitan_dmuon.costs import CostModel
 from torchtitan_dmuon.matrices import canonical_name
 from torchtitan_dmuon.muon import execution_of, settings_of
 from torchtitan_dmuon.newton_schulz import compute_dtype
-from torchtitan_dmuon.titan import ranges
+from torchtitan_dmuon.titan import dist_muon, ranges
 from torchtitan_dmuon.titan.config import (
     Assignment,
     ConfigError,
@@ -32,6 +32,7 @@ from torchtitan_dmuon.titan.names import (
     LAYOUT_OPTIONS,
     OWNED_PREFIX,
     arguments,
+    has_layouts,
     is_muon,
     is_owned,
     optimizer_class,
@@ -63,6 +64,7 @@ def check_run(config: Any, world_size: int | None) -> Assignment | None:
         check_mesh(config, world_size)
     check_dmuon(config)
     check_optimizers(config)
+    dist_muon.check(config, world_size)
     if config.model_spec is None:
         return None
     from torchtitan_dmuon.titan.models import has_heads
@@ -72,7 +74,7 @@ def check_run(config: Any, world_size: int | None) -> Assignment | None:
     groups = [(group.pattern, group.optimizer_name) for group in config.optimizer.param_groups]
     assignment = assign_parameters(shapes, groups)
     for index, (names, (_, optimizer_name)) in enumerate(zip(assignment.groups, groups, strict=True)):
-        if takes_matrices(optimizer_name):
+        if takes_matrices(optimizer_name) and not (optimizer_name == "DistMuon" and dist_muon.brings_arguments(config)):
             path = f"optimizer.param_groups.{index}"
             _check_matrices(model, names, optimizer_name, f"{path}.pattern")
             if config.optimizer.param_groups[index].optimizer_kwargs.get("per_head") and not has_heads(model, names):
@@ -235,6 +237,8 @@ def check_optimizers(config: Any) -> None:
         check_optimizer_kwargs(group.optimizer_name, group.optimizer_kwargs, f"optimizer.param_groups.{index}")
         groups.setdefault(group.optimizer_name, {})[index] = group.optimizer_kwargs
     for name in filter(takes_matrices, groups):
+        if name == "DistMuon":  # one group, which `dist_muon.check` sees to
+            continue
         try:
             separated(optimizer_class(name), [rule_kwargs(group) for group in groups[name].values()])
         except ValueError as error:
@@ -246,7 +250,7 @@ def check_optimizer_kwargs(name: str, kwargs: dict[str, Any], path: str) -> None
     """Names and types against the optimizer's signature, values by constructing it over a small parameter."""
     from torchtitan_dmuon.titan.platform import on_cpu
 
-    if name == "DistMuon":  # not made here: its arguments without a default are objects of a registry config
+    if name == "DistMuon":  # not made here: `dist_muon.py` makes its arguments without a default from the model
         from torchtitan.distributed.flex_shard.dist_muon import DistMuon
 
         legal = {key: p for key, p in arguments(DistMuon)[0].items() if p.default is not p.empty}
@@ -264,12 +268,12 @@ def check_optimizer_kwargs(name: str, kwargs: dict[str, Any], path: str) -> None
     name = name.removeprefix(OWNED_PREFIX)
     path = f"{path}.optimizer_kwargs"
     legal, takes_others = arguments(cls)
-    has_layouts = is_muon(name)
+    ours = is_muon(name)
     _check_arguments(name, kwargs, legal, takes_others, path)
     try:
-        rule = rule_kwargs(kwargs) if has_layouts else kwargs
+        rule = rule_kwargs(kwargs) if ours else kwargs
         made = probe(cls, **rule)
-        if has_layouts:
+        if ours:
             device_type = "cpu" if on_cpu() else "cuda"
             compute_dtype(settings_of(made.param_groups[0]), device_type)
             execution_of(made.param_groups[0]).check(device_type)
@@ -296,7 +300,7 @@ def _check_arguments(
 ) -> None:
     """Names and types, as far as ``legal`` and its defaults tell."""
     for key, value in kwargs.items():
-        if is_muon(name) and key in LAYOUT_OPTIONS:
+        if has_layouts(name) and key in LAYOUT_OPTIONS:
             if not isinstance(value, bool):
                 raise ConfigError(f"{key} = {value!r}: expected true or false, found {noun(value)}", f"{path}.{key}")
             continue
@@ -350,6 +354,6 @@ def _check_matrices(model: torch.nn.Module, names: Sequence[str], optimizer_name
     except ConfigError as error:
         raise ConfigError(str(error), path) from None
     deep = next((spec for spec in specs if len(spec.shape) > 2), None)
-    if deep is not None and optimizer_name == "GatherMuon":
+    if deep is not None and optimizer_name in ("GatherMuon", "DistMuon"):
         what = "a convolution" if deep.flatten else "a stack"
-        raise ConfigError(f"{deep.name} {list(deep.shape)} is {what}; GatherMuon takes 2-D parameters only", path)
+        raise ConfigError(f"{deep.name} {list(deep.shape)} is {what}; {optimizer_name} takes 2-D parameters only", path)

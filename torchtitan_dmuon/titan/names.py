@@ -29,12 +29,17 @@ def is_owned(name: str) -> bool:
 
 def takes_matrices(name: str) -> bool:
     """Whether it updates whole matrices: 1-D parameters under its pattern fall through to the next group."""
-    return is_owned(name) or name == "GatherMuon"
+    return is_owned(name) or name in ("GatherMuon", "DistMuon")
 
 
 def is_muon(name: str) -> bool:
-    """Whether its rule is Muon's, which knows the blocks of fused weights."""
+    """Whether its rule is our Muon's, which knows the blocks of fused weights."""
     return name in ("DMuon", "GatherMuon")
+
+
+def has_layouts(name: str) -> bool:
+    """Whether its groups may say :data:`LAYOUT_OPTIONS`."""
+    return is_muon(name) or name == "DistMuon"
 
 
 def rule_kwargs(optimizer_kwargs: Mapping[str, Any]) -> dict[str, Any]:

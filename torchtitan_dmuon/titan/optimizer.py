@@ -31,6 +31,7 @@ from torchtitan_dmuon.newton_schulz import choose_form, flops, gram_saves
 from torchtitan_dmuon.runtime.lanes import Exposure
 from torchtitan_dmuon.runtime.optimizer import OwnedOptimizer
 from torchtitan_dmuon.runtime.owned import OwnedMatrices
+from torchtitan_dmuon.titan import dist_muon
 from torchtitan_dmuon.titan.config import assign_parameters
 from torchtitan_dmuon.titan.gather_muon import GatherMuon
 from torchtitan_dmuon.titan.models import owned_specs
@@ -113,6 +114,8 @@ class DMuonOptimizersContainer(OptimizersContainer):
             return functools.partial(self._build_owned, name)
         if name == "GatherMuon":
             return self._build_gathering
+        if name == dist_muon.NAME:
+            return functools.partial(dist_muon.build, self._model)
         return OptimizersContainer._resolve_optimizer_factory(name)
 
     def _build_owned(self, name: str, groups: list[dict[str, Any]], **kwargs: Any) -> Any:

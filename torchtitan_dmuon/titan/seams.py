@@ -10,7 +10,10 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
+
+from torchtitan_dmuon.titan.platform import on_cpu
 
 READ_IN = "torchtitan 0.3.0"
 
@@ -88,4 +91,23 @@ def saves_held(checkpointer: Any, hold: Callable[[int], bool]) -> Iterator[None]
         return False if not last_step and hold(curr_step) else original(curr_step, last_step)
 
     with replaced(checkpointer, "save", save):
+        yield
+
+
+@contextlib.contextmanager
+def dist_muon_on_cpu() -> Iterator[None]:
+    """TorchTitan's DistMuon can be built and step on CPU and gloo; nothing changes on CUDA. Two lines admit CUDA only:
+    the check of the parameters' device (distributed/flex_shard/dist_muon.py:366), and a stream made with a device
+    (distributed/flex_shard/_optimizer_reshard_runtime.py:267), which `torch.cpu.Stream` does not take."""
+    if not on_cpu():
+        yield
+        return
+    from torchtitan.distributed.flex_shard.dist_muon import DistMuon
+
+    class Stream(torch.cpu.Stream):
+        def __init__(self, device: Any = None, priority: int = -1) -> None:
+            super().__init__(priority)
+
+    check = replaced(DistMuon, "_validate_parameter_storage", lambda self: torch.device("cpu"))
+    with check, replaced(torch.cpu, "Stream", Stream):
         yield
