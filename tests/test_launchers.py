@@ -24,7 +24,7 @@ from torchtitan_dmuon import local
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "train_configs"
 MODELS = ("debug", "llama3_8b", "llama3_70b", "qwen3_32b")
-VARIANTS = ("adamw", "gather_muon", "dmuon")
+VARIANTS = ("adamw", "gather_muon", "dist_muon", "dmuon")
 SCRIPTS = [*sorted(ROOT.glob("scripts/**/*.sh")), ROOT / "scripts/slurm/train.sbatch", ROOT / ".ci/run"]
 
 # Writes "name", then one argument per line, then what it was told to print; a launcher's whole effect.
@@ -260,7 +260,7 @@ case "$1 $2" in
   "-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && cp "$0" "$3/bin/torchrun" ;;
   "-c "*) exec {sys.executable} "$@" ;;
   "-m pip") exit "${{PIP_RC:-0}}" ;;
-  "- ") cat >/dev/null; echo "${{LAUNCHER:-torchrun}} 4 2 2 float32" ;;
+  "- ") cat >/dev/null; echo "${{LAUNCHER:-torchrun}} 4 2 2 ${{DTYPE:-bfloat16}}" ;;
   "-m torchtitan_dmuon.local") printf "INFO - step:  1  loss: 7.5\\nINFO - step:  2  loss: 7.4\\n"; exit 0 ;;
   "--version "*) echo "Python 3.99" ;;
 esac
@@ -331,12 +331,22 @@ def test_quickstart_forks_its_ranks_where_there_is_no_gpu(fake_clone, stubs, tmp
     done = run(["bash", str(clone / "scripts/quickstart.sh"), "--out", str(tmp_path / "out")], **env)
     assert done.returncode == 0, done.stderr
     runs = [call for call in calls() if "torchtitan_dmuon.local" in call]
-    assert len(runs) == 3 and all(r[r.index("torchtitan_dmuon.local") + 1] == "4" for r in runs)
+    assert len(runs) == 4 and all(r[r.index("torchtitan_dmuon.local") + 1] == "4" for r in runs)
     assert [Path(flag(r, "--config")).name for r in runs] == [f"debug_{v}.toml" for v in VARIANTS]
-    assert done.stdout.count("  step:  1  loss: 7.5\n") == done.stdout.count("step:  2  loss: 7.4\n") == 3
+    assert done.stdout.count("  step:  1  loss: 7.5\n") == done.stdout.count("step:  2  loss: 7.4\n") == 4
 
 
-def test_quickstart_trains_three_alike_and_compares(fake_clone, stubs, tmp_path):
+def test_quickstart_leaves_dist_muon_out_where_bf16_is_emulated(fake_clone, stubs, tmp_path):
+    clone, interpreter = fake_clone
+    _, calls, run = stubs
+    env = dict(PYTHON=interpreter, VENV=str(clone / ".venv"), LAUNCHER="fork", DTYPE="float32")
+    done = run(["bash", str(clone / "scripts/quickstart.sh"), "--out", str(tmp_path / "out")], **env)
+    assert done.returncode == 0 and "dist_muon is left out" in done.stdout
+    (compare,) = [call for call in calls() if "compare" in call]
+    assert compare[4:7] == [str(tmp_path / "out" / v) for v in VARIANTS if v != "dist_muon"]
+
+
+def test_quickstart_trains_all_alike_and_compares(fake_clone, stubs, tmp_path):
     clone, interpreter = fake_clone
     _, calls, run = stubs
     env = dict(PYTHON=interpreter, VENV=str(clone / ".venv"))
@@ -353,11 +363,12 @@ def test_quickstart_trains_three_alike_and_compares(fake_clone, stubs, tmp_path)
     assert {str(Path(flag(r, "--dump_folder")).parent) for r in runs} == {str(out)}
     assert [Path(flag(r, "--config")).name for r in runs] == [f"debug_{v}.toml" for v in VARIANTS]
     alike = [[a for a in r if a not in (flag(r, "--dump_folder"), flag(r, "--config"))] for r in runs]
-    assert alike[0] == alike[1] == alike[2]  # the same mesh, steps and precision
+    assert all(a == alike[0] for a in alike)  # the same mesh, steps and precision
+    assert "--validator.enable" in runs[0] and flag(runs[0], "--validator.freq") == "4"  # the last step is one of them
     assert flag(runs[0], "--parallelism.data_parallel_shard_degree") == "2" and "--checkpoint.enable" in runs[0]
     (compare,) = [call for call in calls() if "compare" in call]
-    assert compare[4:7] == [str(out / v) for v in VARIANTS] and flag(compare, "--skip") == "5"
-    assert done.stdout.count("  step:  1  loss: 7.5\n") == done.stdout.count("step:  2  loss: 7.4\n") == 3
+    assert compare[4:8] == [str(out / v) for v in VARIANTS] and flag(compare, "--skip") == "5"
+    assert done.stdout.count("  step:  1  loss: 7.5\n") == done.stdout.count("step:  2  loss: 7.4\n") == 4
     assert "9.9" not in done.stdout and "more" not in done.stdout and (out / "adamw/train.log").read_text()
 
     done = run(command, **env, TRAIN_RC="9")
@@ -401,17 +412,18 @@ def test_every_model_has_its_twins_and_nothing_else():
 
 @pytest.mark.parametrize("model", MODELS)
 def test_twins_differ_in_the_optimizer_tables_alone(model):
-    adamw, gather, dmuon = (read(model, v) for v in VARIANTS)
-    folders = [twin.pop("dump_folder") for twin in (adamw, gather, dmuon)]
+    adamw, *muons = (read(model, v) for v in VARIANTS)
+    folders = [twin.pop("dump_folder") for twin in (adamw, *muons)]
     assert folders == [f"./outputs/{model}_{variant}" for variant in VARIANTS]  # none resumes or replaces another's run
-    groups = [twin["optimizer"].pop("param_groups") for twin in (adamw, gather, dmuon)]
-    assert dmuon.pop("dmuon", None) == ({"holders": "node"} if model in ("llama3_70b", "qwen3_32b") else None)
-    assert adamw == gather == dmuon
+    groups = [twin["optimizer"].pop("param_groups") for twin in (adamw, *muons)]
+    dmuon = muons[-1].pop("dmuon", None)
+    assert dmuon == ({"holders": "node"} if model in ("llama3_70b", "qwen3_32b") else None)
+    assert all(twin == adamw for twin in muons)
     assert [g["optimizer_name"] for g in groups[0]] == ["AdamW"]
-    assert groups[1][1:] == groups[2][1:] == groups[0]  # the rest is AdamW's alike
-    gather_first, dmuon_first = groups[1][0], groups[2][0]
-    assert (gather_first.pop("optimizer_name"), dmuon_first.pop("optimizer_name")) == ("GatherMuon", "DMuon")
-    assert gather_first == dmuon_first
+    assert all(g[1:] == groups[0] for g in groups[1:])  # the rest is AdamW's alike
+    assert [g[0].pop("optimizer_name") for g in groups[1:]] == ["GatherMuon", "DistMuon", "DMuon"]
+    gather_first = groups[1][0]
+    assert all(g[0] == gather_first for g in groups[2:])
     # match_rms_adamw scales Muon's step to AdamW's of a long run; thirty steps from nothing want more.
     same_rate = gather_first["optimizer_kwargs"]["lr"] == groups[0][0]["optimizer_kwargs"]["lr"]
     assert same_rate == (model != "debug")
