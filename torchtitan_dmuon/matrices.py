@@ -38,51 +38,58 @@ class MatrixLayout:
     so on. Empty ``rows`` means one matrix. Contiguous blocks (gate|up) are ``groups=1``; TorchTitan's fused QKV
     (n_kv, heads_per_kv + 2, head_dim, dim) is ``groups=n_kv, rows=(heads_per_kv * head_dim, head_dim, head_dim)``;
     rows interleaved one by one are ``rows=(1, 1)``.
+
+    ``transposed``: the tensor is stored [N, M], inputs first, as GPT-2's projections are. All above is then said of its
+    columns, and its matrices are [M, N] all the same.
     """
 
     groups: int = 1
     rows: tuple[int, ...] = ()
+    transposed: bool = False
 
-    def validate(self, name: str, shape_MN: Sequence[int]) -> None:
-        """Raise ValueError, naming the parameter, unless the blocks cover dim 0 exactly."""
-        if len(shape_MN) != 2:
-            raise ValueError(f"{name}: a matrix layout needs a 2-D tensor, got shape {tuple(shape_MN)}")
+    def validate(self, name: str, shape: Sequence[int]) -> None:
+        """Raise ValueError, naming the parameter, unless the blocks cover its rows (stored transposed: its columns)
+        exactly."""
+        if len(shape) != 2:
+            raise ValueError(f"{name}: a matrix layout needs a 2-D tensor, got shape {tuple(shape)}")
         if self.groups < 1 or any(r < 1 for r in self.rows):
             raise ValueError(f"{name}: groups and block rows must be positive, got {self}")
         if self.groups > 1 and not self.rows:
             raise ValueError(f"{name}: {self.groups} groups without rows; say how many rows each matrix has in a group")
-        if self.rows and self.groups * sum(self.rows) != shape_MN[0]:
+        dim = int(self.transposed)
+        if self.rows and self.groups * sum(self.rows) != shape[dim]:
+            what = "columns" if self.transposed else "rows"
             raise ValueError(
-                f"{name}: blocks of {self.groups} x {self.rows} rows cover {self.groups * sum(self.rows)} rows, "
-                f"but dim 0 has {shape_MN[0]}"
+                f"{name}: blocks of {self.groups} x {self.rows} {what} cover {self.groups * sum(self.rows)} {what}, "
+                f"but dim {dim} has {shape[dim]}"
             )
 
-    def shapes(self, shape_MN: Sequence[int]) -> tuple[tuple[int, int], ...]:
-        """(rows, columns) of each matrix of a tensor of this shape."""
-        m, n = shape_MN
+    def shapes(self, shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        """(rows, columns) of each matrix of a tensor stored in this shape."""
+        m, n = reversed(shape) if self.transposed else shape
         return tuple((self.groups * r, n) for r in self.rows) if self.rows else ((m, n),)
 
-    def views(self, tensor_MN: torch.Tensor) -> list[torch.Tensor]:
+    def views(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """The matrices of a tensor as views that can be written: [M, N], or [groups, rows, N] where it has blocks."""
+        tensor_MN = tensor.T if self.transposed else tensor
         if not self.rows:
             return [tensor_MN]
         return list(tensor_MN.unflatten(0, (self.groups, sum(self.rows))).split(self.rows, dim=1))
 
-    def split(self, tensor_MN: torch.Tensor) -> list[torch.Tensor]:
+    def split(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """The matrices of a tensor; views where the layout allows, copies where rows interleave."""
-        if not self.rows:
-            return [tensor_MN]
-        return [block.reshape(-1, tensor_MN.shape[1]) for block in self.views(tensor_MN)]
+        return [block if block.ndim == 2 else block.reshape(-1, block.shape[2]) for block in self.views(tensor)]
 
     def join(self, matrices: Sequence[torch.Tensor]) -> torch.Tensor:
         """Inverse of :meth:`split`. Raises ValueError on another number of matrices."""
         if len(matrices) != max(1, len(self.rows)):
             raise ValueError(f"got {len(matrices)} matrices to join, expected {max(1, len(self.rows))} for {self}")
-        if not self.rows:
-            return matrices[0]
-        n = matrices[0].shape[1]
-        blocks = [m.reshape(self.groups, r, n) for m, r in zip(matrices, self.rows, strict=True)]
-        return torch.cat(blocks, dim=1).reshape(-1, n)
+        whole_MN = matrices[0]
+        if self.rows:
+            n = whole_MN.shape[1]
+            blocks = [m.reshape(self.groups, r, n) for m, r in zip(matrices, self.rows, strict=True)]
+            whole_MN = torch.cat(blocks, dim=1).reshape(-1, n)
+        return whole_MN.T if self.transposed else whole_MN
 
 
 WHOLE = MatrixLayout()
@@ -158,6 +165,17 @@ def is_convolution(module: nn.Module) -> bool:
     """Whether the module's weight [out, in, k, ...] is one linear map of a patch, so that it may be flattened. One with
     groups is several maps, and a transposed one has its inputs first: neither is."""
     return isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) and module.groups == 1
+
+
+def stores_inputs_first(module: nn.Module) -> bool:
+    """Whether the module's weight is [inputs, outputs], by its structure: its bias has an element for each column, not
+    for each row, or it says that its columns are its outputs (``nf``), as the Conv1D of transformers does."""
+    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+    if weight is None or weight.ndim != 2 or isinstance(module, (nn.Linear, nn.Embedding)):
+        return False
+    rows, columns = weight.shape
+    told = bias is not None and bias.ndim == 1 and bias.numel() == columns != rows
+    return told or getattr(module, "nf", None) == columns
 
 
 def select_names(shapes: Mapping[str, Sequence[int]], pattern: str | re.Pattern[str]) -> list[str]:

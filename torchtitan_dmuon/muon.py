@@ -99,8 +99,9 @@ class Muon(torch.optim.Optimizer):
     temporaries fit in it, and at least one matrix runs at a time; 0 runs each alone, which makes the result
     independent of which other matrices are here.
 
-    State per parameter [M, N]: ``momentum_buffer`` [M, N]; with NorMuon also ``row_second_moment`` [M, 1]. ``stats``
-    counts the last step. Raises ValueError at construction, naming what is allowed.
+    State per parameter [M, N]: ``momentum_buffer`` [M, N]; with NorMuon also ``row_second_moment`` [M, 1], or [1, M] of
+    one that is stored transposed. ``stats`` counts the last step. Raises ValueError at construction, naming what is
+    allowed.
     """
 
     def __init__(
@@ -238,7 +239,8 @@ class Muon(torch.optim.Optimizer):
         if group["row_beta"] is None:
             state.pop("row_second_moment", None)  # loaded from a NorMuon run; stale from here on
         elif "row_second_moment" not in state:
-            state["row_second_moment"] = torch.zeros(param.shape[0], 1, dtype=param.dtype, device=param.device)
+            shape = (1, param.shape[1]) if layout_of(param).transposed else (param.shape[0], 1)
+            state["row_second_moment"] = torch.zeros(shape, dtype=param.dtype, device=param.device)
         return state.get("row_second_moment")
 
     def state_dict(self) -> dict[str, Any]:

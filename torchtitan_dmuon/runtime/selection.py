@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import nn
 
-from ..matrices import WHOLE, MatrixLayout, OwnedSpec, canonical_name, is_convolution
+from ..matrices import WHOLE, MatrixLayout, OwnedSpec, canonical_name, is_convolution, stores_inputs_first
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ def select_specs(
         _compiled("layouts", key)
     if stacks is not None:
         _compiled("stacks", stacks)
-    specs, left = [], []
+    specs, left, turned = [], [], []
     used: set[str] = set()
     for name, places in slots.items():
         module, attribute = places[0]
@@ -86,7 +86,13 @@ def select_specs(
         pattern = next((p for p in layouts if _matches(p, names)), None)
         if pattern is not None:
             used.add(pattern)
-        specs.append(OwnedSpec(name, tuple(parameter.shape), layouts[pattern] if pattern else WHOLE, flatten=flatten))
+        layout = layouts[pattern] if pattern else WHOLE
+        if _stored_transposed(module, attribute):
+            if pattern is None:
+                layout = MatrixLayout(transposed=True)
+                turned.append(name)
+            _check_transposed(name, layout)
+        specs.append(OwnedSpec(name, tuple(parameter.shape), layout, flatten=flatten))
     if unused := [p for p in layouts if p not in used]:
         raise ValueError(f"layouts: pattern {unused[0]!r} matches no selected parameter")
     if stacks is not None and not any(len(s.shape) == 3 and _matches(stacks, slots.names[s.name]) for s in specs):
@@ -94,6 +100,14 @@ def select_specs(
     if not specs:
         some = ", ".join(list(slots)[:4])
         raise ValueError(f"select = {select!r} matches no matrix; parameter names look like: {some}")
+    if turned:
+        logger.warning(
+            "%d selected weights are stored [inputs, outputs]: %s ... Each is taken as one matrix, its transpose. "
+            "Where one holds several, such as query, key and value, say so: "
+            "layouts={PATTERN: MatrixLayout(rows=(...), transposed=True)}",
+            len(turned),
+            turned[0],
+        )
     if left:
         logger.info("%d selected parameters with fewer than 2 dimensions are no matrices: %s ...", len(left), left[0])
     return specs
@@ -142,7 +156,21 @@ def _checked_specs(slots: Slots, select: Sequence[OwnedSpec]) -> list[OwnedSpec]
         shape = tuple(module._parameters[attribute].shape)  # type: ignore[union-attr]
         if tuple(spec.shape) != shape:
             raise ValueError(f"{spec.name}: its spec has shape {tuple(spec.shape)}, the parameter {shape}")
+        if not spec.rider and _stored_transposed(module, attribute):
+            _check_transposed(spec.name, spec.layout)
     return list(select)
+
+
+def _stored_transposed(module: nn.Module, attribute: str) -> bool:
+    return attribute == "weight" and stores_inputs_first(module)
+
+
+def _check_transposed(name: str, layout: MatrixLayout) -> None:
+    if not layout.transposed:
+        raise ValueError(
+            f"{name} is stored [inputs, outputs], so that its matrices are of its columns: its layout must have "
+            f"transposed=True, got {layout}"
+        )
 
 
 def _rule(option: str, select: Select) -> Callable[[str, nn.Parameter], bool]:
