@@ -70,7 +70,15 @@ class Run:
         return self.stretch.series
 
     def as_json(self) -> dict[str, Any]:
-        names = ("name", "tokens_per_second", "step_seconds", "peak_memory_bytes", "final_loss", "ratio", "steps")
+        names: tuple[str, ...] = (
+            "name",
+            "tokens_per_second",
+            "step_seconds",
+            "peak_memory_bytes",
+            "final_loss",
+            "ratio",
+            "steps",
+        )
         names += ("ratio_quartiles", "ratio_steps", "mean_loss", "mean_loss_steps", "held_out_loss", "held_out_step")
         figures = {n: getattr(self, n) for n in (*names, "training_seconds")}
         # JSON knows no NaN: a loss that is none is null.
@@ -131,7 +139,7 @@ def read_runs(run_dir: Path, skip: int, name: str | None = None) -> tuple[list[R
     for stretch in stretches:
         row = name if len(stretches) == 1 else f"{name} ({_label(stretch)})"
         if not stretch.series.get(LOSS) or not any(stretch.warm(s, skip) for s in stretch.series.get(STEP_SECONDS, ())):
-            last = max(stretch.series.get(LOSS, {0: 0}))
+            last = max(stretch.series.get(LOSS, ()), default=0)
             problem = f"its last logged step is {last}, but the first {skip} of each start are skipped (--skip N)"
             if len(stretches) == 1:
                 raise CompareError(f"{run_dir}: {problem}")
@@ -156,7 +164,7 @@ def read_runs(run_dir: Path, skip: int, name: str | None = None) -> tuple[list[R
 
 def _label(stretch: Stretch) -> str:
     """What tells a configuration of a run apart, for people: its optimizers and its steps."""
-    steps = stretch.series.get(LOSS) or {stretch.starts[0].first: None}
+    steps = list(stretch.series.get(LOSS, ())) or [stretch.starts[0].first]
     return f"{'+'.join(stretch.starts[0].optimizers) or 'start'}, steps {min(steps)} to {max(steps)}"
 
 

@@ -20,7 +20,16 @@ CONFIG_TAG = "config/text_summary"  # where `train.py` leaves the configuration 
 EVENT_FILES = "events.out.tfevents."
 # What a run leaves in its dump folder. Two that differ only outside the tables below are one run continued.
 _OWN_FILES = ("config.toml", "ownership_plan.json")
-_IDENTITY = ("job", "training", "parallelism", "optimizer", "lr_scheduler", "dataloader", "dmuon", "compile")
+_IDENTITY: tuple[str, ...] = (
+    "job",
+    "training",
+    "parallelism",
+    "optimizer",
+    "lr_scheduler",
+    "dataloader",
+    "dmuon",
+    "compile",
+)
 _IDENTITY += ("activation_checkpoint", "override")
 _STEP_SECONDS = "time_metrics/end_to_end(s)"
 
