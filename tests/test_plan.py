@@ -206,7 +206,7 @@ def test_a_training_run_has_this_plan_and_these_bytes(folder, riders) -> None:
     traffic = planned.footprint.traffic
     for distance, of in (("intra_node", "near"), ("inter_node", "far")):
         counted = sum(getattr(traffic[p], of) for p in ("gather", "reduce_1", "reduce_2", "publish"))
-        assert 4 * sent[f"dmuon/bytes/{distance}"] == pytest.approx(counted, rel=1e-6), distance
+        assert 4 * sent[f"dmuon/owned_bytes/{distance}"] == pytest.approx(counted, rel=1e-6), distance
 
     shared = 12 * sum(g.rest for g in planned.groups) // 2
     for rank, (_, measured) in enumerate(r["after"] for r in results):

@@ -52,7 +52,7 @@ def test_validation_sees_the_same_weights_on_every_rank_and_leaves_the_figures_o
         assert [step for step, _ in mine["validations"]] == [1, 5, 10]
         assert mine["validations"] == dmuon[0]["validations"]
         assert all(abs(a - b) < 1e-3 for (_, a), (_, b) in zip(mine["validations"], other["validations"]))
-    after_validation, plain = (dmuon[0]["metrics"][index]["dmuon/bytes/intra_node"] for index in (5, 6))
+    after_validation, plain = (dmuon[0]["metrics"][index]["dmuon/owned_bytes/intra_node"] for index in (5, 6))
     assert after_validation == pytest.approx(plain, rel=0.01)
     assert dmuon[0]["validations"][-1][1] < dmuon[0]["validations"][0][1] - 0.5
 
@@ -132,7 +132,7 @@ def test_node_holders_keep_gathers_inside_nodes_at_the_same_losses(folder, gathe
     assert max(abs(a - b) for a, b in zip(losses(results), losses(gather))) < 1e-3
     # Both in fp32: every gradient crosses once, every new weight once, shared by four ranks.
     expected = (4 + 4) * results[0]["after"] / 4
-    assert results[0]["metrics"][-1]["dmuon/bytes/inter_node"] == pytest.approx(expected, rel=0.01)
+    assert results[0]["metrics"][-1]["dmuon/owned_bytes/inter_node"] == pytest.approx(expected, rel=0.01)
 
 
 def test_every_mesh_and_clip_starts_from_the_same_weights_and_trains(folder):
@@ -182,10 +182,10 @@ def test_accumulation_defers_the_reduce_between_nodes(folder):
     many = ("--training.global_batch_size", "32")
     deferred, (*_, second) = sent(*many, "--dmuon.defer_reduce", "True")
     eager, (*_, third) = sent(*many, "--dmuon.defer_reduce", "False")
-    assert second["dmuon/bytes/inter_node"] == first["dmuon/bytes/inter_node"]
+    assert second["dmuon/owned_bytes/inter_node"] == first["dmuon/owned_bytes/inter_node"]
     # Publish and reduce carry as many bytes in fp32: one publish and four reduces against one and one.
-    assert third["dmuon/bytes/inter_node"] == pytest.approx(2.5 * first["dmuon/bytes/inter_node"], rel=0.01)
-    assert second["dmuon/bytes/intra_node"] > 2.5 * first["dmuon/bytes/intra_node"]
+    assert third["dmuon/owned_bytes/inter_node"] == pytest.approx(2.5 * first["dmuon/owned_bytes/inter_node"], rel=0.01)
+    assert second["dmuon/owned_bytes/intra_node"] > 2.5 * first["dmuon/owned_bytes/intra_node"]
     assert max(abs(a - b) for a, b in zip(deferred, eager)) < 1e-4
 
 

@@ -325,29 +325,37 @@ def _owned_traffic(counter: LoadCounter, groups: Sequence[Group], options: Optio
     }
 
 
-def fsdp_traffic(elements: int, topology: Topology, options: Options) -> dict[str, Loads]:
-    """Bytes per step of FSDP2 on ``elements``, spread evenly over the ranks, as rings that cross nodes in rank order.
+def ring_bytes(total: float, ranks: int, nodes: int, all_reduce: bool = False) -> tuple[float, float]:
+    """(near, far): what each rank sends of a tensor of ``total`` bytes that a group of ranks on so many nodes gathers,
+    scatters (``total`` of the whole tensor) or all-reduces, as rings that cross nodes in rank order.
 
-    Gather and reduce-scatter: (S-1)/S of the elements a rank, of which a shard group on k nodes sends n/g (k-1)/k
-    between nodes (g: its ranks on a node). All-reduce: 2 (n/S)(R-1)/R in reduce dtype, in every micro-batch, between
-    nodes where each node holds one replica, else S/g of it where g ranks of a node hold several.
+    Gather and reduce-scatter: (n-1)/n of it, of which (nodes-1)/n between nodes. All-reduce: twice (n-1)/n, between
+    nodes on as many of its links as it has nodes.
     """
+    sent = total * (ranks - 1) / ranks
+    if all_reduce:
+        crossing = nodes / ranks if nodes > 1 else 0.0
+        return 2 * sent * (1 - crossing), 2 * sent * crossing
+    far = total * (nodes - 1) / ranks
+    return sent - far, far
+
+
+def fsdp_traffic(elements: int, topology: Topology, options: Options) -> dict[str, Loads]:
+    """Bytes per step of FSDP2 on ``elements``, spread evenly over the ranks. Every micro-batch all-reduces, in reduce
+    dtype, what a rank holds of the sums."""
     world, per_node = topology.world, min(topology.ranks_per_node, topology.world)
     shards, replicas, nodes = topology.shard_size, topology.replicas, topology.nodes
-    inside = min(shards, per_node)
-    spans = -(-shards // inside)
-    near = elements * (shards - 1) / shards
-    far = elements / inside * (spans - 1) / spans
+    near, far = ring_bytes(elements, shards, -(-shards // min(shards, per_node)))
+    replicas_on = -(-replicas // max(1, per_node // shards)) if nodes > 1 else 1  # nodes that hold replicas of a shard
     passes = 2 if options.reshard else 1
-    crossing = min(1.0, shards / per_node) if nodes > 1 else 0.0
-    summed = 2 * elements / shards * (replicas - 1) / replicas if replicas > 1 else 0.0
+    summed_near, summed_far = ring_bytes(elements / shards, replicas, replicas_on, all_reduce=True)
 
     def even(near: float, far: float, bytes_each: int) -> Loads:
         near_W, far_W = (torch.full((world,), round(x * bytes_each * options.micro_batches)) for x in (near, far))
         return Loads(near_W, far_W, near_W, far_W)
 
     return {
-        "gather": even((near - far) * passes, far * passes, options.compute_bytes),
-        "reduce_scatter": even(near - far, far, options.reduce_bytes),
-        "all_reduce": even(summed * (1 - crossing), summed * crossing, options.reduce_bytes),
+        "gather": even(near * passes, far * passes, options.compute_bytes),
+        "reduce_scatter": even(near, far, options.reduce_bytes),
+        "all_reduce": even(summed_near, summed_far, options.reduce_bytes),
     }

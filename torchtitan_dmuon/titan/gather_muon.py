@@ -34,8 +34,10 @@ class GatherMuon(Muon):
     Momentum has the parameter's placement; NorMuon's row moments are whole on every rank. A step gathers each update
     input in the Newton-Schulz dtype, so every rank must have a gradient for the same parameters. At most
     ``batch_bytes`` of gathered inputs, and at least one, exist at a time. Raises ValueError at construction, naming
-    what is allowed.
+    what is allowed. ``gathered(bytes, group)``, where it is set, is told of each gather.
     """
+
+    gathered: Callable[[int, Any], None] | None = None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -49,6 +51,7 @@ class GatherMuon(Muon):
             lr = float(group["lr"])
             for params in self._batches(group):
                 inputs_MN = _gathered([self._local_input(param, group) for param in params], params[0])
+                self._tell(inputs_MN, params[0])
                 layouts = [layout_of(param) for param in params]
                 moments = [self._row_moment(param, group) for param in params]
                 updates_MN = orthogonalized_updates(
@@ -69,6 +72,13 @@ class GatherMuon(Muon):
                         self.stats.ns_calls += 1
                         self.stats.ns_flops += flops(*shape, settings, local.device.type)
         return loss
+
+    def _tell(self, inputs_MN: list[torch.Tensor], like: torch.Tensor) -> None:
+        if self.gathered is None or not isinstance(like, DTensor):
+            return
+        for dim, placement in enumerate(like.placements):
+            if isinstance(placement, Shard):
+                self.gathered(sum(x.numel() * x.itemsize for x in inputs_MN), like.device_mesh.get_group(dim))
 
     def _batches(self, group: dict[str, Any]) -> Iterator[list[torch.Tensor]]:
         """Parameters with a gradient, sharded alike; the same on every rank; ``batch_bytes`` gathered at most."""

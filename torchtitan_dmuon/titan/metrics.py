@@ -1,14 +1,15 @@
 """TorchTitan's metrics processor with the runtime's figures beside its own.
 
 Decides: what is logged under `dmuon/`, as means over the steps since the last log and over all ranks. Collectives run
-on every rank, at the steps that are logged. Figures of the runtime are there for owned matrices only; step and update
-seconds for every optimizer, so that runs can be compared. What a validation waits for and sends is in none of them.
+on every rank, at the steps that are logged. Step and update seconds, waits for gathers and reduces and bytes are there
+for every optimizer, FSDP2's own collectives included, so that runs can be compared; what cannot be measured is absent
+(`fsdp_meter.py`). The other figures are of owned matrices. What a validation waits for and sends is in none of them.
 
     step_seconds                    wall time of a train step
     update_seconds                  of it, in the optimizers' step: updates, issuing publishes
     ns_share                        the owners' updates (Newton-Schulz and elementwise) over the step
     exposed/{gather,reduce,publish}_seconds   the model's computation waited for communication
-    bytes/{intra_node,inter_node}   payload bytes a rank sent for owned parameters
+    bytes/{intra_node,inter_node}   payload bytes a rank sent; owned_bytes/... those for owned parameters
     owner_imbalance                 largest owner's cost over the mean, as planned
     update_seconds_max_over_median  slowest rank's update against the median's
     skipped_steps, skipped_steps_in_a_row   not means: steps skipped for a gradient that is not finite, since the
@@ -32,10 +33,10 @@ from torchtitan.tools.logging import logger
 
 from torchtitan_dmuon.run_files import CONFIG_TAG
 from torchtitan_dmuon.runtime.optimizer import OwnedOptimizer
+from torchtitan_dmuon.titan.fsdp_meter import DISTANCES, FsdpMeter
 
 _VANISHED = 1e-12  # a norm below it is no gradient: a saturated or broken model
 _EXPOSED = ("gather", "reduce", "publish")
-_DISTANCES = ("intra_node", "inter_node")
 
 
 class DMuonMetricsProcessor(MetricsProcessor):
@@ -45,6 +46,7 @@ class DMuonMetricsProcessor(MetricsProcessor):
 
     def __init__(self, config: Config, **kwargs: Any) -> None:
         super().__init__(config, **kwargs)
+        self.fsdp: FsdpMeter | None = None  # of a run on several ranks
         self._steps = 0
         self._told = False  # that gradients vanished
         self._window_begins = time.perf_counter()
@@ -68,7 +70,9 @@ class DMuonMetricsProcessor(MetricsProcessor):
         """What runs in here between steps is in no figure under `dmuon/`."""
         begin = time.perf_counter()
         owned = getattr(self.optimizers, "owned", None)
-        with contextlib.nullcontext() if owned is None else owned.engine.uncounted():
+        with contextlib.ExitStack() as uncounted:
+            for meter in filter(None, (self.fsdp, owned and owned.engine)):
+                uncounted.enter_context(meter.uncounted())
             yield
         self._window_begins += time.perf_counter() - begin
 
@@ -96,26 +100,33 @@ class DMuonMetricsProcessor(MetricsProcessor):
             return {}
         steps, self._steps = self._steps, 0
         step_seconds = (time.perf_counter() - self._window_begins) / steps
-        mine = [container.take_update_seconds() / steps]
+        mine = {"update_seconds": container.take_update_seconds()}
         owned = container.owned
         if owned is not None:
             optimizer = container.owned_optimizer
             assert isinstance(optimizer, OwnedOptimizer)
+            mine["ns_seconds"] = optimizer.take_update_seconds()
             exposed, sent = owned.engine.exposure.take(), owned.engine.take_sent()
-            mine += [optimizer.take_update_seconds() / steps]
-            mine += [exposed.get(phase, 0.0) / steps for phase in _EXPOSED]
-            mine += [sum(n for (_, d), n in sent.items() if d == distance) / steps for distance in _DISTANCES]
-        ranks = self._gathered(mine)
-        mean = ranks.mean(dim=0).tolist()
-        figures = {"dmuon/step_seconds": step_seconds, "dmuon/update_seconds": mean[0]}
-        if owned is not None:
-            figures["dmuon/ns_share"] = mean[1] / step_seconds
-            figures |= {f"dmuon/exposed/{p}_seconds": v for p, v in zip(_EXPOSED, mean[2:5])}
-            figures |= {f"dmuon/bytes/{d}": v for d, v in zip(_DISTANCES, mean[5:7])}
+            mine |= {f"exposed/{phase}_seconds": exposed.get(phase, 0.0) for phase in _EXPOSED}
+            for distance in DISTANCES:
+                mine[f"owned_bytes/{distance}"] = sum(n for (_, d), n in sent.items() if d == distance)
+        if self.fsdp is not None:
+            waited, moved = self.fsdp.take()
+            if self.fsdp.timed:
+                keys = {f"exposed/{phase}_seconds": value for phase, value in waited.items()}
+                mine |= {key: mine.get(key, 0.0) + value for key, value in keys.items()}
+            if container.sends_are_counted:
+                mine |= {f"bytes/{d}": mine.get(f"owned_bytes/{d}", 0.0) + value for d, value in moved.items()}
+        ranks = self._gathered([value / steps for value in mine.values()])
+        mean = dict(zip(mine, ranks.mean(dim=0).tolist()))
+        ns_seconds = mean.pop("ns_seconds", None)
+        figures = {"dmuon/step_seconds": step_seconds} | {f"dmuon/{key}": value for key, value in mean.items()}
+        if owned is not None and ns_seconds is not None:
+            figures["dmuon/ns_share"] = ns_seconds / step_seconds
             figures["dmuon/skipped_steps"] = float(optimizer.skipped_steps)
             figures["dmuon/skipped_steps_in_a_row"] = float(optimizer.skipped_in_a_row)
             figures["dmuon/owner_imbalance"] = owned.plan.imbalance
-            updates = ranks[:, 1]
+            updates = ranks[:, list(mine).index("ns_seconds")]
             figures["dmuon/update_seconds_max_over_median"] = (updates.max() / updates.median().clamp(min=1e-9)).item()
         return figures
 

@@ -40,7 +40,19 @@ from torchtitan_dmuon.titan.parallelize import dmuon_config_of, owned_of, with_m
 from torchtitan_dmuon.titan.platform import on_cpu
 from torchtitan_dmuon.titan.qk_clip import QkClip
 
-_LOGGED = ("lr", "weight_decay", "betas", "momentum", "nesterov", "adjust_lr_fn")
+# Options of a group that its line in the log shows, in this order.
+_LOGGED = (
+    "lr",
+    "weight_decay",
+    "betas",
+    "eps",
+    "momentum",
+    "nesterov",
+    "momentum_form",
+    "momentum_dtype",
+    "adjust_lr_fn",
+)
+_LOGGED += ("ns_steps", "ns_coefficients", "ns_form", "ns_dtype", "cautious_weight_decay", "row_beta", "per_head")
 
 
 class NonFiniteGradients(RuntimeError):
@@ -68,6 +80,11 @@ class DMuonOptimizersContainer(OptimizersContainer):
     @property
     def owned_optimizer(self) -> OwnedOptimizer | None:
         return next((o for o in self.optimizers if isinstance(o, OwnedOptimizer)), None)
+
+    @property
+    def sends_are_counted(self) -> bool:
+        """Whether all that a step's optimizers send is counted somewhere: DistMuon's own messages are not."""
+        return not any(type(optimizer).__name__ == dist_muon.NAME for optimizer in self.optimizers)
 
     @staticmethod
     def _build_param_groups(

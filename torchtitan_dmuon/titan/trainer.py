@@ -24,10 +24,13 @@ from torchtitan.trainer import Trainer
 
 from torchtitan_dmuon.outputs import write_keeping
 from torchtitan_dmuon.runtime.owned import OwnedMatrices
-from torchtitan_dmuon.titan import checks, seams
+from torchtitan_dmuon.titan import checks, dist_muon, seams
 from torchtitan_dmuon.titan.checkpointing import DMuonCheckpointManager
 from torchtitan_dmuon.titan.config import ConfigError, DMuonConfig, retype, uses_dmuon
+from torchtitan_dmuon.titan.fsdp_meter import FsdpMeter
+from torchtitan_dmuon.titan.gather_muon import GatherMuon
 from torchtitan_dmuon.titan.metrics import DMuonMetricsProcessor
+from torchtitan_dmuon.titan.platform import on_cpu
 from torchtitan_dmuon.titan.validator import DMuonValidator
 
 
@@ -64,8 +67,26 @@ class DMuonTrainer(Trainer):
         if isinstance(self.checkpointer, DMuonCheckpointManager):
             self.checkpointer.on_optimizer_change = config.dmuon.on_optimizer_change
         owned = self.owned
+        if isinstance(self.metrics_processor, DMuonMetricsProcessor) and dist.get_world_size() > 1:
+            self.metrics_processor.fsdp = self._metered(config)
         if owned is not None:
             self._save_plan(owned)
+
+    def _metered(self, config: Config) -> FsdpMeter | None:
+        """FSDP2's collectives counted, or None and a line in the log."""
+        per_node = config.dmuon.ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        meter = FsdpMeter(self.model_parts, per_node, timed=on_cpu())
+        if meter.unmetered:
+            logger.info(f"no dmuon/bytes and no waits of FSDP2: {meter.unmetered}")
+            return None
+        if not meter.timed:
+            logger.info("dmuon/exposed: FSDP2's own waits are not in it; its public settings do not tell them on CUDA")
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, GatherMuon):
+                optimizer.gathered = meter.add_sent
+            elif type(optimizer).__name__ == dist_muon.NAME:
+                logger.info("no dmuon/bytes: DistMuon's own messages are not counted; its waits are in update_seconds")
+        return meter
 
     @property
     def owned(self) -> OwnedMatrices | None:
