@@ -281,6 +281,18 @@ def test_command_refuses_what_it_lacks_by_name(monkeypatch, capsys):
     assert stop.value.code == 2 and "compere" in capsys.readouterr().err
 
 
+def test_version(capsys):
+    import importlib.metadata
+
+    import torchtitan_dmuon
+
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == f"dmuon {torchtitan_dmuon.__version__}\n"
+    assert torchtitan_dmuon.__version__ == importlib.metadata.version("torchtitan_dmuon")
+
+
 def test_module_entry_point_and_exit_code(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["torchtitan_dmuon", "compare", "/no/such/run"])
     with pytest.raises(SystemExit) as stop:

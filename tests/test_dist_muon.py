@@ -163,3 +163,26 @@ def test_arguments_of_a_registry_config_are_left_alone():
     config.optimizer.optimizer_factory_kwargs_by_name = {"DistMuon": {"bucket_configs": (), "x": 1}}
     config.parallelism.tensor_parallel_degree = 2
     dist_muon.check(config, 8)
+
+
+def test_the_log_shows_every_option_of_the_rule(monkeypatch):
+    from types import SimpleNamespace
+
+    from torchtitan_dmuon.titan import optimizer as container
+    from torchtitan_dmuon.titan.gather_muon import GatherMuon
+
+    lines = []
+    monkeypatch.setattr(container.logger, "info", lines.append)
+    made = GatherMuon([nn.Parameter(torch.zeros(4, 4))], row_beta=0.95, momentum_dtype="bfloat16", ns_steps=6)
+    groups = [SimpleNamespace(pattern="layers", optimizer_kwargs={"per_head": True})]
+    holder = SimpleNamespace(_groups=groups, owned=None)
+    container.DMuonOptimizersContainer._log_optimizer(holder, made, 0, ["layers"])
+    line = next(line for line in lines if line.startswith("Optimizer GatherMuon: 1 params [layers]"))
+    told = (
+        "'ns_steps': 6",
+        "'row_beta': 0.95",
+        "'momentum_dtype': 'bfloat16'",
+        "'per_head': True",
+        "'ns_coefficients': 'keller'",
+    )
+    assert all(words in line for words in told), line

@@ -3,6 +3,8 @@
 Importing this package imports torch alone and changes nothing.
 """
 
+from importlib import metadata as _metadata
+
 from .costs import CostModel
 from .matrices import MatrixLayout, OwnedSpec
 from .muon import Muon
@@ -24,3 +26,8 @@ __all__ = [
     "OwnershipPlan",
     "own_matrices",
 ]
+
+try:
+    __version__ = _metadata.version("torchtitan_dmuon")
+except _metadata.PackageNotFoundError:  # a source tree that is not installed
+    __version__ = "0+source"

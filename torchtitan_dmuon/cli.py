@@ -18,6 +18,8 @@ SLOW_WORLD = 2**13
 BYTES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 SENT = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9}
 
+from torchtitan_dmuon import __version__
+
 # name -> (module with main(argv, prog) -> exit code, one line of help)
 COMMANDS = {
     "compare": ("torchtitan_dmuon.compare", "compare the event files of finished runs"),
@@ -37,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog="\n".join(f"  {name:<14}{text}" for name, (_, text) in COMMANDS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"dmuon {__version__}")
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="one of the commands below")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments (COMMAND --help lists them)")
     args = parser.parse_args(argv)

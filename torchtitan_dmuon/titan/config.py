@@ -169,11 +169,11 @@ def assign_parameters(shapes: Mapping[str, Sequence[int]], groups: Sequence[tupl
                 f"{len(matched)} it matches; the first match wins",
                 path,
             )
-        mine = [n for n in free if not takes_matrices(optimizer_name) or len(names[n]) >= 2]
+        mine = [n for n in free if not takes_matrices(optimizer_name) or not _is_vector(names[n])]
         if not mine:
             raise ConfigError(
-                f"pattern '{pattern}' matches only parameters with fewer than 2 dimensions ({free[0]}, ...), which "
-                f"{optimizer_name} cannot take",
+                f"pattern '{pattern}' matches only vectors (fewer than 2 dimensions, or one row or column: {free[0]}, "
+                f"...), which {optimizer_name} cannot take",
                 path,
             )
         fell_through += [(name, index) for name in free if name not in mine]
@@ -185,6 +185,12 @@ def assign_parameters(shapes: Mapping[str, Sequence[int]], groups: Sequence[tupl
         message = f"no group takes {len(left)} parameters ({some}); add a last group with pattern = '.*'"
         raise ConfigError(message, "optimizer.param_groups")
     return Assignment(tuple(tuple(group) for group in taken), tuple(fell_through))
+
+
+def _is_vector(shape: Sequence[int]) -> bool:
+    """Fewer than 2 dimensions, or one row or column: the gate [1, dim] of a shared expert. Orthogonalizing such a thing
+    only sets its length."""
+    return len(shape) < 2 or (len(shape) == 2 and min(shape) == 1)
 
 
 def _spread(names: list[str], count: int = 4) -> list[str]:

@@ -3,6 +3,7 @@
 Decides by the module that holds a parameter, never by guessing from its shape. Keeps: what is not known to be a matrix
 is refused, naming it. Read in torchtitan 0.3.0.
 
+    gated query   qwen3_5's wq: per head its query rows, then the rows of its output gate
     fused QKV     rows view as (n_kv, heads_per_kv + 2, head_dim): per group its query heads, then its key, its value
     experts       [E, M, N], one matrix per expert; gpt_oss interleaves gate and linear rows one by one
     convolutions  [out, in, k, ...] as [out, in * k * ...]
@@ -10,6 +11,7 @@ is refused, naming it. Read in torchtitan 0.3.0.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -38,7 +40,7 @@ def owned_specs(model: nn.Module, names: Iterable[str], per_head: Iterable[str] 
             if module is getattr(model, "lm_head", None):
                 raise _refusal(name, tuple(parameter.shape), "the output head")
             shape = tuple(parameter.shape)
-            layout = head_layout(parents.get(module), shape) if name in per_head else None
+            layout = head_layout(parents.get(module), path.rpartition(".")[2], shape) if name in per_head else None
             layout = layout or _layout(parents.get(module), module, attribute, name, shape)
             specs.append(OwnedSpec(name, shape, layout, flatten=is_convolution(module)))
     if wanted:
@@ -66,12 +68,14 @@ def dmuon_specs(config: Any, model: nn.Module) -> list[OwnedSpec]:
     return specs + select_riders(model, slots, specs, units, lambda name, _parameter: name in small)
 
 
-def head_layout(parent: nn.Module | None, shape: tuple[int, ...]) -> MatrixLayout | None:
-    """One matrix per head for a projection [heads * head_dim, dim] in this module; None where heads are not known."""
+def head_layout(parent: nn.Module | None, attribute: str, shape: tuple[int, ...]) -> MatrixLayout | None:
+    """One matrix per head for a projection [heads * head_dim, dim] under this name in this module; None where heads are
+    not known."""
     from torchtitan.models.common.attention import BaseQKVLinear
 
-    if not isinstance(parent, BaseQKVLinear):
+    if not isinstance(parent, BaseQKVLinear) and (attribute not in ("wq", "wk", "wv") or not _has_gated_query(parent)):
         return None
+    assert parent is not None
     return MatrixLayout(rows=(parent.head_dim,) * (shape[0] // parent.head_dim))
 
 
@@ -100,9 +104,13 @@ def has_init(module: nn.Module, attribute: str) -> bool:
     return table.get(attribute) not in (None, skip_param_init)
 
 
-def _layout(
-    parent: nn.Module | None, module: nn.Module, attribute: str, name: str, shape: tuple[int, ...]
-) -> MatrixLayout:
+def _has_gated_query(parent: Any) -> bool:
+    """Whether the module is qwen3_5's attention, whose own imports are not everywhere."""
+    model = sys.modules.get("torchtitan.models.qwen3_5.model")
+    return model is not None and isinstance(parent, model.Qwen35Attention)
+
+
+def _layout(parent: Any, module: nn.Module, attribute: str, name: str, shape: tuple[int, ...]) -> MatrixLayout:
     from torchtitan.models.common.attention import FusedQKVLinear
     from torchtitan.models.common.moe import GroupedExperts
     from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
@@ -114,6 +122,8 @@ def _layout(
         if isinstance(parent, FusedQKVLinear):
             rows = (parent.heads_per_kv * parent.head_dim, parent.head_dim, parent.head_dim)
             return MatrixLayout(groups=shape[0] // sum(rows), rows=rows)
+        if _has_gated_query(parent) and module is parent.wq:
+            return MatrixLayout(groups=parent.n_heads, rows=(parent.head_dim, parent.head_dim))
         return WHOLE
     if is_convolution(module) and attribute == "weight":
         return WHOLE

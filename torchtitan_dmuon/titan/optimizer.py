@@ -122,7 +122,8 @@ class DMuonOptimizersContainer(OptimizersContainer):
         if assignment.fell_through:
             names = [n for n, _ in assignment.fell_through]
             logger.info(
-                f"{len(names)} parameters with fewer than 2 dimensions fell through to a later group: {names[0]}, ..."
+                f"{len(names)} vectors (fewer than 2 dimensions, or one row or column) fell through to a later group: "
+                f"{names[0]}, ..."
             )
         return groups, patterns
 
@@ -171,11 +172,15 @@ class DMuonOptimizersContainer(OptimizersContainer):
         return _built(GatherMuon, groups, kwargs)
 
     def _log_optimizer(self, optimizer: Any, part_idx: int, patterns: list[str]) -> None:
-        if isinstance(optimizer, OwnedOptimizer):  # the stock line counts what this rank owns
-            of_riders = {id(g) for inner in optimizer.inners[1:] for g in inner.param_groups}
-            for group, count, pattern in zip(optimizer.param_groups, self._owned_counts, patterns, strict=True):
+        if isinstance(optimizer, (OwnedOptimizer, GatherMuon)):  # the stock line counts what this rank owns
+            owned = isinstance(optimizer, OwnedOptimizer)
+            of_riders = {id(g) for inner in optimizer.inners[1:] for g in inner.param_groups} if owned else ()
+            counts = self._owned_counts if owned else [len(g["params"]) for g in optimizer.param_groups]
+            per_head = {g.pattern for g in self._groups if g.optimizer_kwargs.get("per_head")}
+            for group, count, pattern in zip(optimizer.param_groups, counts, patterns, strict=True):
                 name = "AdamW" if id(group) in of_riders else type(optimizer).__name__
-                shown = {key: group[key] for key in _LOGGED if key in group}
+                told = {**group, "per_head": True} if pattern in per_head else group
+                shown = {key: told[key] for key in _LOGGED if key in told}
                 logger.info(f"Optimizer {name}: {count} params [{pattern}] {shown}")
         else:
             super()._log_optimizer(optimizer, part_idx, patterns)

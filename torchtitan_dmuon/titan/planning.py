@@ -33,7 +33,10 @@ from torchtitan_dmuon.topology import Topology
 STATE_PROBE = 64  # rows and columns of the matrix on which another optimizer's state is weighed
 # What a configuration without a DMuon group is planned with.
 RANKS_PER_NODE = 8
-DEFAULT_PATTERN = r"layers\.\d+\.(attention|feed_forward|moe\.routed_experts|moe\.shared_experts)\."
+# Rows of scores stay with AdamW: routers, and the rates of each head of a linear attention (in_proj_a, in_proj_b).
+DEFAULT_PATTERN = (
+    r"^layers\.\d+\.(attention|attn|feed_forward|moe\.routed_experts|moe\.shared_experts)\.(?!in_proj_[ab]\.)"
+)
 
 
 @dataclasses.dataclass
