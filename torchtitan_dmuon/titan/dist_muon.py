@@ -29,6 +29,12 @@ def brings_arguments(config: Any) -> bool:
     return bool(config.optimizer.optimizer_factory_kwargs_by_name.get(NAME))
 
 
+def is_dist_muon(optimizer: torch.optim.Optimizer) -> bool:
+    from torchtitan.distributed.flex_shard.dist_muon import DistMuon
+
+    return isinstance(optimizer, DistMuon)
+
+
 def check(config: Any, world_size: int | None) -> None:
     """Raise ConfigError where DistMuon cannot be built from the file."""
     groups = [i for i, group in enumerate(config.optimizer.param_groups) if group.optimizer_name == NAME]

@@ -84,7 +84,7 @@ class DMuonOptimizersContainer(OptimizersContainer):
     @property
     def sends_are_counted(self) -> bool:
         """Whether all that a step's optimizers send is counted somewhere: DistMuon's own messages are not."""
-        return not any(type(optimizer).__name__ == dist_muon.NAME for optimizer in self.optimizers)
+        return not any(map(dist_muon.is_dist_muon, self.optimizers))
 
     @staticmethod
     def _build_param_groups(

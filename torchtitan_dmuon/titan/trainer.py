@@ -75,16 +75,19 @@ class DMuonTrainer(Trainer):
     def _metered(self, config: Config) -> FsdpMeter | None:
         """FSDP2's collectives counted, or None and a line in the log."""
         per_node = config.dmuon.ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        meter = FsdpMeter(self.model_parts, per_node, timed=on_cpu())
-        if meter.unmetered:
-            logger.info(f"no dmuon/bytes and no waits of FSDP2: {meter.unmetered}")
+        unmetered, meter = "parallelism.enable_fsdp_symm_mem brings collectives of its own", None
+        if not config.parallelism.enable_fsdp_symm_mem:
+            meter = FsdpMeter(self.model_parts, per_node, timed=on_cpu())
+            unmetered = meter.unmetered
+        if meter is None or unmetered:
+            logger.info(f"no dmuon/bytes and no waits of FSDP2: {unmetered}")
             return None
         if not meter.timed:
             logger.info("dmuon/exposed: FSDP2's own waits are not in it; its public settings do not tell them on CUDA")
         for optimizer in self.optimizers:
             if isinstance(optimizer, GatherMuon):
                 optimizer.gathered = meter.add_sent
-            elif type(optimizer).__name__ == dist_muon.NAME:
+            elif dist_muon.is_dist_muon(optimizer):
                 logger.info("no dmuon/bytes: DistMuon's own messages are not counted; its waits are in update_seconds")
         return meter
 
