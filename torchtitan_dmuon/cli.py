@@ -12,13 +12,13 @@ import importlib.util
 import sys
 from collections.abc import Mapping, Sequence
 
+from torchtitan_dmuon import __version__
+
 MAX_WORLD = 2**17  # ranks of a plan: a plan has figures of each, and 100,000 take minutes
 SLOW_WORLD = 2**13
 
 BYTES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 SENT = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9}
-
-from torchtitan_dmuon import __version__
 
 # name -> (module with main(argv, prog) -> exit code, one line of help)
 COMMANDS = {

@@ -267,12 +267,14 @@ def _names(run_dirs: Sequence[Path]) -> list[str]:
 
 
 def print_table(runs: Sequence[Run], notes: Sequence[str], skip: int) -> None:
+    """Two tables, so that neither is wider than a terminal: how fast and why, then bytes, memory and losses."""
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"medians of the steps after the first {skip} of each start")
-    table.add_column("run", no_wrap=True)
-    columns: list[tuple[str, list[str]]] = [
+    def known(run: Run, key: str, scale: float, form: str) -> str:
+        return format(run.extra[key] * scale, form) if key in run.extra else "-"
+
+    speed: list[tuple[str, list[str]]] = [
         ("tokens/s\nper rank", [f"{r.tokens_per_second:,.0f}" for r in runs]),
         ("ratio", ["-" if r.ratio is None else f"{r.ratio:.3f}" for r in runs]),
         ("its\nquartiles", [f"{q[0]:.2f}-{q[2]:.2f}" if (q := r.ratio_quartiles) else "-" for r in runs]),
@@ -280,30 +282,34 @@ def print_table(runs: Sequence[Run], notes: Sequence[str], skip: int) -> None:
     ]
     for part, heading in (("update", "update\ns"), *((f"wait: {p}", f"{p}\nwait s") for p in EXPOSED)):
         if any(part in r.parts for r in runs):
-            columns.append((heading, [f"{r.parts[part]:.3f}" if part in r.parts else "-" for r in runs]))
-    shown = [("ns_share", "NS\nshare", 1.0, ".1%"), ("owner_imbalance", "owner\nimbal.", 1.0, ".2f")]
-    shown += [
-        (f"{k}_bytes_per_step", f"{h}\nMB/step", 1e-6, ",.1f")
-        for k, h in (("intra_node", "intra"), ("internode", "inter"))
-    ]
-    for key, heading, scale, form in shown:
+            speed.append((heading, [f"{r.parts[part]:.3f}" if part in r.parts else "-" for r in runs]))
+    rest: list[tuple[str, list[str]]] = []
+    for columns, key, heading, scale, form in (
+        (speed, "ns_share", "NS\nshare", 1.0, ".1%"),
+        (speed, "owner_imbalance", "owner\nimbal.", 1.0, ".2f"),
+        (rest, "intra_node_bytes_per_step", "intra\nMB/step", 1e-6, ",.1f"),
+        (rest, "internode_bytes_per_step", "inter\nMB/step", 1e-6, ",.1f"),
+    ):
         if any(key in r.extra for r in runs):
-            columns.append((heading, [format(r.extra[key] * scale, form) if key in r.extra else "-" for r in runs]))
+            columns.append((heading, [known(r, key, scale, form) for r in runs]))
     peaks = ["-" if r.peak_memory_bytes is None else f"{r.peak_memory_bytes / 2**30:.2f}" for r in runs]
-    columns += [("peak\nGiB", peaks), ("loss of last\nbatch", [f"{r.final_loss:.4f}" for r in runs])]
+    rest += [("peak\nGiB", peaks), ("loss of last\nbatch", [f"{r.final_loss:.4f}" for r in runs])]
     counts = {r.mean_loss_steps for r in runs}
-    told = f"mean of\nlast {counts.pop()}" if len(counts) == 1 else "mean of\nlast (N)"
-    columns.append((told, [f"{r.mean_loss:.4f}" + (f" ({r.mean_loss_steps})" if counts else "") for r in runs]))
+    told = f"mean of\nlast {max(counts)}" if len(counts) == 1 else "mean of\nlast (N)"
+    of = [f" ({r.mean_loss_steps})" if len(counts) > 1 else "" for r in runs]
+    rest.append((told, [f"{r.mean_loss:.4f}{n}" for r, n in zip(runs, of, strict=True)]))
     if any(r.held_out_loss is not None for r in runs):
-        held_out = ["-" if r.held_out_loss is None else _held_out(r) for r in runs]
-        columns.append(("held-out\nloss", held_out))
-    for heading, _ in columns:
-        table.add_column(heading, justify="right", no_wrap=True)
-    for i, run in enumerate(runs):
-        table.add_row(run.name, *(cells[i] for _, cells in columns))
+        rest.append(("held-out\nloss", ["-" if r.held_out_loss is None else _held_out(r) for r in runs]))
     # A table that goes to a file or a pipe keeps every column; a terminal's own width is left alone.
     console = Console() if sys.stdout.isatty() else Console(width=160)
-    console.print(table)
+    for title, columns in ((f"medians of the steps after the first {skip} of each start", speed), (None, rest)):
+        table = Table(title=title)
+        table.add_column("run", no_wrap=True)
+        for heading, _ in columns:
+            table.add_column(heading, justify="right", no_wrap=True)
+        for i, run in enumerate(runs):
+            table.add_row(run.name, *(cells[i] for _, cells in columns))
+        console.print(table)
     for note in notes:
         print(note)
 
