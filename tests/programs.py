@@ -311,9 +311,10 @@ def run(
             rest.step()
             rest.zero_grad()
             outputs.append(_evaluate(program, model, step, rank))
-            for mine, other in zip(outputs[seen:], want[0][rank][seen:], strict=False):
+            for mine, other in zip(outputs, want[0][rank][seen:], strict=False):
                 worst = max(worst, _difference(mine, other))
-            seen = len(outputs)
+            seen += len(outputs)
+            outputs.clear()
             for key, master in owned.masters().items():
                 name, _, row = key.partition("[")
                 other = want[1][step].get(name)

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from .parameter import FreedParameter
 from .schedule import Item
 
 if TYPE_CHECKING:
@@ -38,8 +39,8 @@ def moved_modules(root: nn.Module) -> dict[int, nn.Module]:
 
 
 def own_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Those of a module that no FSDP2 module inside it has."""
-    found = list(module.parameters(recurse=False))
+    """Those of a module that no FSDP2 module inside it has, owned ones aside."""
+    found = [p for p in module.parameters(recurse=False) if not isinstance(p, FreedParameter)]
     for child in module.children():
         if not isinstance(child, FSDPModule):
             found += own_parameters(child)
@@ -105,8 +106,11 @@ def mark_module(hooks: Hooks, index: int, module: nn.Module) -> Callable[..., No
         inputs = hooks.differentiable((args, kwargs))
         if inputs:
             turn = hooks.turn
-            act = lambda _grads: hooks.mark_in_backward(turn, REDUCE, index, own_parameters(module))  # noqa: E731
-            torch.autograd.graph.register_multi_grad_hook(inputs, act)
+            act = lambda _grads: hooks.mark_in_backward(turn, REDUCE, index, module)  # noqa: E731
+            if len(inputs) == 1:  # the same, for less
+                inputs[0].register_hook(act)
+            else:
+                torch.autograd.graph.register_multi_grad_hook(inputs, act)
 
     @torch._dynamo.disable
     def prepare_gather(_module: nn.Module, _args: Any, out: Any) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -22,7 +22,7 @@ from torch import nn
 from torch.autograd import Variable
 
 from .forward_io import explain_dtypes, results_in, tensors_in
-from .fsdp_marks import declared_marks, mark_module, moved_modules
+from .fsdp_marks import declared_marks, mark_module, moved_modules, own_parameters
 from .passes import Passes
 from .unit import Unit
 
@@ -335,13 +335,12 @@ class Hooks:
             self.watch_backward()
         self.engine.passes.of(in_backward()).mark(kind, module)
 
-    def mark_in_backward(
-        self, turn: int | None, kind: str, module: int, parameters: Sequence[torch.Tensor] = ()
-    ) -> None:
-        """FSDP2 is about to act in the graph of a forward; the ``parameters`` are those it will have gradients of."""
+    def mark_in_backward(self, turn: int | None, kind: str, index: int, reduced: nn.Module | None = None) -> None:
+        """FSDP2 is about to act in the graph of a forward; of the parameters of ``reduced`` it has gradients now."""
         self.watch_backward(turn)
-        self.reduces = self.reduces or any(_is_reached(p) for p in parameters if p.requires_grad)
-        self.engine.passes.backward.mark(kind, module)
+        if not self.reduces and reduced is not None:
+            self.reduces = any(_is_reached(p) for p in own_parameters(reduced) if p.requires_grad)
+        self.engine.passes.backward.mark(kind, index)
 
     def watch_backward(self, turn: int | None = None) -> None:
         """The backward is in the graph of the forward ``turn``. Queue the final callback once per backward. The
