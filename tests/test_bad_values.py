@@ -258,7 +258,7 @@ def test_what_only_the_running_job_finds_is_one_line_too(folder, tmp_path, monke
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
 
-    def late(config, lines):
+    def late(config, lines, tables):
         raise ConfigError("the checkpoint was written otherwise", "checkpoint.folder")
 
     monkeypatch.setattr(train, "train", late)

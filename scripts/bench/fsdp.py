@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.tensor import DTensor
 
 WAYS = ("stock", "tuned", "async")
 # The model itself decides the dtype of its activations.
@@ -80,8 +81,9 @@ class Fsdp:
 
     def end_backward(self, parameters: Iterable[nn.Parameter]) -> None:
         if self.overlapped and not self._last:
-            for p in parameters:  # `_partial` has them; the last backward starts anew
-                p.grad = None
+            for p in parameters:  # `_partial` has those of FSDP2's; the last backward starts anew
+                if isinstance(p, DTensor):
+                    p.grad = None
 
     def _between_replicas(self, index: int, output: torch.Tensor) -> None:
         if not self._last:
