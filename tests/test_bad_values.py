@@ -15,7 +15,7 @@ import pytest
 from tests import titan_runs
 from torchtitan_dmuon import train
 from torchtitan_dmuon.titan import checks, flags, places, ranges, toml_config
-from torchtitan_dmuon.titan.config import ConfigError
+from torchtitan_dmuon.titan.config import ConfigError, NonFiniteGradients
 from torchtitan_dmuon.titan.tables import Merger
 
 
@@ -265,6 +265,13 @@ def test_what_only_the_running_job_finds_is_one_line_too(folder, tmp_path, monke
     file = str(folder / "AdamW.toml")
     assert train.main(["--config", file, "--dump_folder", str(tmp_path)]) == 2
     assert capsys.readouterr().err == f"error: {file}:1: in [checkpoint]: the checkpoint was written otherwise\n"
+
+    def diverged(config, lines, tables):
+        raise NonFiniteGradients("three steps in a row")
+
+    monkeypatch.setattr(train, "train", diverged)
+    assert train.main(["--config", file, "--dump_folder", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == "error: three steps in a row\n"
 
 
 # --- flags ----------------------------------------------------------------------------------------------------------

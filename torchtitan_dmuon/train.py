@@ -20,7 +20,7 @@ from typing import Any
 
 from torchtitan_dmuon.outputs import refuse_unlike
 from torchtitan_dmuon.titan import platform, toml_config
-from torchtitan_dmuon.titan.config import ConfigError
+from torchtitan_dmuon.titan.config import ConfigError, NonFiniteGradients
 
 USAGE = """\
 usage: [torchrun ...] python -m torchtitan_dmuon.train --config FILE.toml [--SECTION.KEY VALUE ...]
@@ -34,7 +34,8 @@ _MASTER_WAIT_SECONDS = 120.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train as the arguments say. Returns 0, or 2 for a config that cannot run; other failures raise."""
+    """Train as the arguments say. Returns 0, 2 for a config that cannot run, or 1 where gradients are not finite too
+    often; other failures raise."""
     argv = sys.argv[1:] if argv is None else argv
     if "--help" in argv and not any(arg.startswith("--config") for arg in argv):
         print(USAGE)
@@ -59,6 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:  # of what only the running job knows, such as the checkpoint that it loads
         print(f"error: {run.source.locate(error)}", file=sys.stderr, flush=True)
         return 2
+    except NonFiniteGradients as error:
+        if speaks:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        return 1
     return 0
 
 

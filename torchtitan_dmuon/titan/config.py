@@ -33,6 +33,10 @@ class ConfigError(ValueError):
         return [self]
 
 
+class NonFiniteGradients(RuntimeError):
+    """Training stops, on all ranks alike: see `on_nonfinite` and `max_skipped_steps` of the [dmuon] table."""
+
+
 class ConfigErrors(ConfigError):
     """Several at once, a line each. ``unseen``: keys that nobody looked at, because enough was wrong already."""
 

@@ -32,7 +32,7 @@ from torchtitan_dmuon.runtime.lanes import Exposure
 from torchtitan_dmuon.runtime.optimizer import OwnedOptimizer
 from torchtitan_dmuon.runtime.owned import OwnedMatrices
 from torchtitan_dmuon.titan import dist_muon
-from torchtitan_dmuon.titan.config import assign_parameters
+from torchtitan_dmuon.titan.config import NonFiniteGradients, assign_parameters
 from torchtitan_dmuon.titan.gather_muon import GatherMuon
 from torchtitan_dmuon.titan.models import owned_specs
 from torchtitan_dmuon.titan.names import is_owned, optimizer_class, rule_kwargs, separated, takes_matrices
@@ -53,10 +53,6 @@ _LOGGED = (
     "adjust_lr_fn",
 )
 _LOGGED += ("ns_steps", "ns_coefficients", "ns_form", "ns_dtype", "cautious_weight_decay", "row_beta", "per_head")
-
-
-class NonFiniteGradients(RuntimeError):
-    """Training stops, on all ranks alike: see `on_nonfinite` and `max_skipped_steps` of the [dmuon] table."""
 
 
 class DMuonOptimizersContainer(OptimizersContainer):
