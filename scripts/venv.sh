@@ -3,6 +3,7 @@
 # which packages to pyproject.toml and where they come from to pip's own settings.
 #   PYTHON  interpreter to make it with (default: the first Python 3.11+ of python3, python3.13, python3.12, python3.11)
 #   VENV    its folder (default: .venv in the repository)
+#   VENV_EXTRAS  of pyproject.toml, beside the package itself (default: dev)
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 VENV=${VENV:-$ROOT/.venv}
@@ -47,6 +48,6 @@ ensure_venv() {
         "$python" -m venv "$VENV" || { echo "'$python -m venv' failed (on Debian: install python3-venv)" >&2; return 2; }
     fi
     echo "installing into $VENV (the first time this takes some minutes)"
-    "$VENV_PYTHON" -m pip install --quiet --disable-pip-version-check -e "${ROOT}[dev]" || return
+    "$VENV_PYTHON" -m pip install --quiet --disable-pip-version-check -e "${ROOT}[${VENV_EXTRAS:-dev}]" || return
     echo "$wanted" >"$stamp"
 }
