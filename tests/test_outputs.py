@@ -112,29 +112,31 @@ def test_options_that_write_are_all_in_the_table():
 
 
 @pytest.mark.parametrize(
-    "module, option, name",
-    [
-        ("torchtitan_dmuon.plan", "--json", "a.json"),
-        ("torchtitan_dmuon.plan", "--plot", "a.png"),
-        ("torchtitan_dmuon.plan", "--plot", "a.pdf"),
-        ("torchtitan_dmuon.plan", "--plot", "a.svg"),
-        ("torchtitan_dmuon.simulate", "--json", "a.json"),
-        ("torchtitan_dmuon.simulate", "--plot", "a.png"),
-        ("torchtitan_dmuon.simulate", "--trace", "a.json"),
-    ],
+    "module, options", [("torchtitan_dmuon.plan", "json plot"), ("torchtitan_dmuon.simulate", "json plot trace")]
 )
-def test_a_command_writes_over_its_own_and_over_others_when_told(module, option, name, tmp_path, capsys):
-    path = tmp_path / "new" / name
-    command = [*PLAN, option, str(path)]
-    assert call(module, command) == 0
-    first = path.read_bytes()
-    assert outputs.MARK.encode() in first
-    assert call(module, command) == 0  # ours
-    path.write_bytes(b"mine")
-    assert call(module, command) == 2 and path.read_bytes() == b"mine"
-    assert call(module, [*command, "--overwrite"]) == 0 and outputs.MARK.encode() in path.read_bytes()
+def test_a_command_writes_over_its_own_and_over_others_when_told(module, options, tmp_path, capsys):
+    paths = {option: tmp_path / "new" / f"{option}.png" for option in options.split()}
+    command = [*PLAN, *(word for option, path in paths.items() for word in (f"--{option}", str(path)))]
+    for _ in range(2):  # the second time over its own
+        assert call(module, command) == 0
+        assert all(outputs.MARK.encode() in path.read_bytes() for path in paths.values())
+    for path in paths.values():
+        path.write_bytes(b"mine")
+        assert call(module, command) == 2 and path.read_bytes() == b"mine"
+    assert call(module, [*command, "--overwrite"]) == 0
+    assert all(outputs.MARK.encode() in path.read_bytes() for path in paths.values())
+
+
+@pytest.mark.parametrize("suffix", ["png", "pdf", "svg", "eps"])
+def test_pictures_are_known_for_ours(suffix, tmp_path):
+    from matplotlib.figure import Figure
+
+    path = tmp_path / f"a.{suffix}"
+    for _ in range(2):
+        outputs.prepare_outputs(path)
+        outputs.save_picture(Figure(), path, dpi=50)
     path.write_bytes(b"")  # as mktemp leaves it
-    assert call(module, command) == 0 and path.stat().st_size
+    outputs.prepare_outputs(path)
 
 
 def test_two_outputs_in_one_file_and_devices(tmp_path, capfd):
