@@ -284,7 +284,7 @@ def run(
     program: Program,
     rank: int,
     want: Expected,
-    timeout: float = 10.0,
+    timeout: float = 30.0,
     after_step: Callable[[int, dmuon.OwnedMatrices], None] = lambda _step, _owned: None,
 ) -> float:
     """The largest difference to ``want``, relative to its tensor's largest value. AssertionError if it is large."""

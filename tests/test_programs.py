@@ -45,6 +45,12 @@ FOUND: dict[str, tuple[tuple[int, int], tuple[tuple[int, int], ...], str, tuple[
     "first units skipped beside FSDP2": ((2, 2), (), "root", ((ALL,) * 4, (ALL, ALL, (2,), ALL))),
     "the same in the first step": ((2, 2), (), "root", ((ALL, ALL, (2,), ALL),) * 2),
     "a loss that reaches no unit": ((2, 2), (), "root", ((ALL, (), (2,), ALL),) * 2),
+    "a shared weight beside FSDP2's modules, whose units some skip at once": (
+        (1, 4),
+        ((1, 2),),
+        "modules",
+        (((0, 1, 2), (1, 2), (0, 1), (0, 2)),) * 2,
+    ),
     "each rank in an order of its own": (
         (1, 4),
         (),
@@ -52,6 +58,12 @@ FOUND: dict[str, tuple[tuple[int, int], tuple[tuple[int, int], ...], str, tuple[
         (((0, 1, 2), (2, 1, 0), (1, 2), (2, 0, 1)), ((2, 0, 1), (0, 1, 2), (2, 0), (1, 0, 2))),
     ),
 }
+
+
+def _course(blocks: tuple[int, ...], sharded: str) -> programs.Course:
+    """Block 0 before FSDP2's module in the middle, if it has one."""
+    before = tuple(b for b in blocks if b == 0 and sharded == "modules")
+    return before, tuple(b for b in blocks if b not in before)
 
 
 @pytest.mark.parametrize("name", list(FOUND))
@@ -63,7 +75,7 @@ def test_programs_once_found_wrong(name: str) -> None:
             drawn,
             mesh=(replicas, shards, 2),
             blocks=3,
-            middle=0,
+            middle=int(sharded == "modules"),
             ties=ties,
             stacks=False,
             checkpointing="none",
@@ -72,7 +84,7 @@ def test_programs_once_found_wrong(name: str) -> None:
             optimizer="sgd",
             max_norm=None,
             options=tuple({"clip": "joint", "riders": None, "reshard_after_forward": True, **options}.items()),
-            steps=tuple((("one", (tuple(((), blocks) for blocks in ranks),)),) for ranks in steps),
+            steps=tuple((("one", (tuple(_course(blocks, sharded) for blocks in ranks),)),) for ranks in steps),
         )
         want = programs.expected(program)
         run_ranks(programs.job, replicas * shards, [(program, want)], False, ranks_per_node=2, limit=40)

@@ -10,7 +10,7 @@ since ours is queued here first.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -59,24 +59,25 @@ def declared_marks(
     backward: Sequence[Item],
     enclosing: set[int],
 ) -> tuple[list[Item], list[Item]]:
-    """The sequences of units with marks in them, by the places of modules in the model."""
+    """The sequences of units with marks in them, by the places of modules in the model. Units of several modules come
+    with the first of these in forward, and with the last in backward."""
     place = {module: i for i, module in enumerate(root.modules())}
     first: dict[Item, int] = {unit: min(place[m] for m in modules) for unit, modules in modules_of.items()}
-    last = {i: i + sum(1 for _ in module.modules()) - 1 for i, module in moved.items()}
+    last: dict[Item, int] = {unit: max(place[m] for m in modules) for unit, modules in modules_of.items()}
+    end = {i: i + sum(1 for _ in module.modules()) - 1 for i, module in moved.items()}
 
-    def merged(units: Sequence[Item], marks: list[tuple[float, Item]], sign: int) -> list[Item]:
-        result = list(units)
-        for at, mark in marks:
-            inner = (
-                i for i, u in enumerate(result) if u in first and u not in enclosing and sign * (first[u] - at) > 0
-            )
-            result.insert(next(inner, len(result)), mark)
+    def merged(units: Sequence[Item], marks: list[tuple[float, Item]], at: dict[Item, int], sign: int) -> list[Item]:
+        shared = [u for u in units if u not in enclosing and len(modules_of[cast(int, u)]) > 1]
+        result = [u for u in units if u not in shared]
+        for where, item in [*((at[u] + 0.5 * sign, u) for u in shared), *marks]:
+            inner = (i for i, u in enumerate(result) if u in at and u not in enclosing and sign * (at[u] - where) > 0)
+            result.insert(next(inner, len(result)), item)
         return result
 
     gathers: list[tuple[float, Item]] = [(i - 0.5, (GATHER, i, 0)) for i in moved if moved[i] is not root]
-    events = [(-last[i] - 0.5, i, (last[i] + 0.5, (GATHER_IN_BACKWARD, i, 0))) for i in moved]
+    events = [(-end[i] - 0.5, i, (end[i] + 0.5, (GATHER_IN_BACKWARD, i, 0))) for i in moved]
     events += [(0.5 - i, i, (i - 0.5, (REDUCE, i, 0))) for i in moved]
-    return merged(forward, gathers, 1), merged(backward, [mark for *_, mark in sorted(events)], -1)
+    return merged(forward, gathers, first, 1), merged(backward, [mark for *_, mark in sorted(events)], last, -1)
 
 
 def _differentiable_copy(args: Any, kwargs: Any) -> Any:
