@@ -63,14 +63,17 @@ def clip_gradients(engine: Engine, model: nn.Module | Iterable[nn.Parameter], ma
     parameters, mode = _parameters_of(model), engine.clip
     engine.max_norm = max_norm
     engine.finish_reduces()
-    squares = engine.gradient_squares()
-    total = squares.sum()
     rest = sharded_square(parameters)
-    if rest is not None:
-        total = total + rest.to(total.device)
-    norm = total.sqrt().float()
-    engine.set_norm(norm)
-    finite = norm.isfinite()  # not read by the host
+    complete = False
+    while not complete:
+        squares = engine.gradient_squares()
+        total = squares.sum()
+        if rest is not None:
+            total = total + rest.to(total.device)
+        norm = total.sqrt().float()
+        engine.set_norm(norm)
+        complete = engine.gradients_are_complete()
+    finite = norm.isfinite()
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0).where(finite, 1.0)
     if mode != "joint":  # riders are AdamW's
         others = (squares * engine.rider_mask).sum()

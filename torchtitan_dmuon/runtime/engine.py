@@ -96,6 +96,7 @@ class Engine:
         self._unattached: set[int] = set()  # of them, those whose masters do not have theirs yet
         self.kept = 0  # open blocks in which all is gathered: no unit is freed, and a forward needs no message
         self._norm: torch.Tensor | None = None  # of the gradients as reduced, if a clip has taken it
+        self._some_rank_asks: torch.Tensor  # for an agreement; came with the norm
         self._finite: bool | None = None  # the answer, once read from the device
         self.is_busy: Callable[[Unit], bool] = lambda unit: False  # these two are replaced by the hooks
         self.reduces_gradients: Callable[[], bool] = lambda: True  # whether the backward that is running does
@@ -376,20 +377,33 @@ class Engine:
         self._norm, self._finite = norm, None
 
     def gradients_are_finite(self) -> bool:
-        """Whether no gradient of this step is inf or nan, on any rank. Also takes the gradients of pieces that no rank
-        used away, so that an optimizer passes them over. A collective unless a clip took the norm. The one time in a
-        step that the host reads from the device; later calls know the answer."""
-        if self._finite is None:
-            if self._norm is None:
-                self._norm = self.gradient_squares().sum()
-            reduced = [self.units[i] for i in sorted(self._reduced)]
-            flags = [f for unit in reduced for f in unit.used_flags()]
-            *used, self._finite = (torch.cat([*flags, self._norm.isfinite().float().view(1)]) > 0).tolist()
-            for unit in reduced:
-                count = len(unit.owned)
-                unit.withhold_unused(used[:count])
-                used = used[count:]
-        return self._finite
+        """Whether no gradient of this step is inf or nan, on any rank. A collective unless a clip took the norm."""
+        while not self.gradients_are_complete():
+            pass
+        return bool(self._finite)
+
+    def gradients_are_complete(self) -> bool:
+        """Whether the norm was of all gradients, and no rank had late ones, which are reduced then. Also takes the
+        gradients of pieces that no rank used away, so that an optimizer passes them over. A collective unless a clip
+        took the norm. The one time in a step that the host reads from the device; later calls know the answer."""
+        if self._finite is not None:
+            return True
+        if self._norm is None:
+            self._norm = self.gradient_squares().sum()
+        reduced = [self.units[i] for i in sorted(self._reduced)]
+        flags = [f for unit in reduced for f in unit.used_flags()]
+        told = torch.stack([self._norm.isfinite(), self._some_rank_asks > 0]).float()
+        *used, finite, some_rank_asks = (torch.cat([*flags, told]) > 0).tolist()
+        if some_rank_asks:
+            self._norm = None
+            self._agree()
+            return False
+        self._finite = finite
+        for unit in reduced:
+            count = len(unit.owned)
+            unit.withhold_unused(used[:count])
+            used = used[count:]
+        return True
 
     def gradient_squares(self) -> torch.Tensor:
         """Squared norm of the reduced gradient of every piece in the cluster, in a fixed order; [pieces], float64, the
@@ -405,9 +419,7 @@ class Engine:
                     squares[position] = torch.linalg.vector_norm(grad).double() ** 2
             at += len(unit.pieces)
         self.control.all_reduce(squares)
-        if squares[-1] > 0:
-            self._agree()
-            return self.gradient_squares()
+        self._some_rank_asks = squares[-1]
         return squares[:-1]
 
     @functools.cached_property
