@@ -96,7 +96,7 @@ class Engine:
         self._unattached: set[int] = set()  # of them, those whose masters do not have theirs yet
         self.kept = 0  # open blocks in which all is gathered: no unit is freed, and a forward needs no message
         self._norm: torch.Tensor | None = None  # of the gradients as reduced, if a clip has taken it
-        self._some_rank_asks: torch.Tensor  # for an agreement; came with the norm
+        self._some_rank_asks: torch.Tensor | None = None  # for an agreement; came with the norm
         self._finite: bool | None = None  # the answer, once read from the device
         self.is_busy: Callable[[Unit], bool] = lambda unit: False  # these two are replaced by the hooks
         self.reduces_gradients: Callable[[], bool] = lambda: True  # whether the backward that is running does
@@ -358,7 +358,7 @@ class Engine:
         self._reduced.clear()
         self._unattached.clear()
         self._late.clear()
-        self._norm = self._finite = self.clipped_to = None
+        self._norm = self._some_rank_asks = self._finite = self.clipped_to = None
 
     def has_gradient(self, unit: Unit) -> bool:
         """Whether a backward has reduced the unit since the last step."""
@@ -392,6 +392,7 @@ class Engine:
             self._norm = self.gradient_squares().sum()
         reduced = [self.units[i] for i in sorted(self._reduced)]
         flags = [f for unit in reduced for f in unit.used_flags()]
+        assert self._some_rank_asks is not None
         told = torch.stack([self._norm.isfinite(), self._some_rank_asks > 0]).float()
         *used, finite, some_rank_asks = (torch.cat([*flags, told]) > 0).tolist()
         if some_rank_asks:
