@@ -269,3 +269,36 @@ def test_operations_of_fsdp2_between_units_are_in_the_order() -> None:
     forward, back = run_ranks(_between, 4, ranks_per_node=2, limit=40)[0]
     assert forward >= 2 + 2  # two units, and a mark for each of FSDP2's modules inside
     assert back >= 2 + 3
+
+
+# ---- FSDP2's head is called by the loss, in chunks, each with a backward of its own ----
+
+
+def _chunked(rank: int, world: int, chunks: int) -> dict[tuple[str, str], int]:
+    torch.manual_seed(0)
+    model = Two()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    units = [model.first, model.second]
+    owned = dmuon.own_matrices(model, mesh, select=r"(first|second)\..*weight", units=units, ranks_per_node=2)
+    for module in (model.bridge, model.head, model):
+        fully_shard(module, mesh=mesh, ignored_params=owned.parameters)
+    model.head, head = nn.Identity(), model.head  # the model returns what the head is given
+    model.loss = nn.ModuleList([head])
+    matrix = owned.build_optimizer(make_muon)
+    for step in range(2):
+        hidden = model(inputs(step, rank))
+        if chunks:
+            given = hidden.detach().requires_grad_()
+            for chunk in given.chunk(chunks):
+                head(chunk).square().sum().backward()
+            hidden.backward(given.grad)
+        else:
+            head(hidden).square().sum().backward()
+        matrix.step()
+    owned.close()
+    return owned.engine.take_sent()
+
+
+def test_a_loss_in_chunks_has_no_more_messages() -> None:
+    whole, chunked = (run_ranks(_chunked, 4, chunks, ranks_per_node=2, limit=40) for chunks in (0, 4))
+    assert whole == chunked and all(whole)

@@ -331,12 +331,17 @@ class Hooks:
                 prepare(module, args, kwargs)
 
     def mark(self, kind: str, module: int) -> None:
-        if in_backward():
-            self.watch_backward()
-        self.engine.passes.of(in_backward()).mark(kind, module)
+        if not in_backward():
+            self.engine.passes.forward.mark(kind, module)
+        elif self._token() is not None:
+            self.engine.passes.backward.mark(kind, module)
 
     def mark_in_backward(self, turn: int | None, kind: str, index: int, reduced: nn.Module | None = None) -> None:
-        """FSDP2 is about to act in the graph of a forward; of the parameters of ``reduced`` it has gradients now."""
+        """FSDP2 is about to act in the graph of a forward; of the parameters of ``reduced`` it has gradients now. A
+        module called outside the model's forward, as the head by a loss that takes its input in chunks, has backwards of
+        its own, which are no pass of the model."""
+        if turn is None and self._token() is None:
+            return
         self.watch_backward(turn)
         if not self.reduces and reduced is not None:
             self.reduces = any(_is_reached(p) for p in own_parameters(reduced) if p.requires_grad)
