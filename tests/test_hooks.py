@@ -828,6 +828,38 @@ def test_refused_in_words(world: int) -> None:
     run_ranks(refusals, world)
 
 
+def second_derivatives(rank: int, world: int) -> None:
+    model, alone = make("plain"), make("plain")
+    owned = own(model, world)
+    optimizer = owned.build_optimizer(torch.optim.SGD, lr=1.0)
+
+    def penalty(of: nn.Module) -> None:
+        x = torch.linspace(-1, 1, 4 * DIM).view(4, DIM).requires_grad_()
+        (slope,) = torch.autograd.grad(of(x).square().sum(), x, create_graph=True)
+        slope.square().mean().backward()
+
+    if world > 1:
+        with pytest.raises(RuntimeError, match=r"b\.2: this backward is to be differentiated \(create_graph=True\)"):
+            penalty(model)
+    for _ in range(2):
+        with owned.gathered(), torch.enable_grad():
+            penalty(model)
+        optimizer.step()
+        alone.zero_grad()
+        penalty(alone)
+        with torch.no_grad():
+            for p in alone.parameters():
+                p.sub_(p.grad)
+    for name, master in owned.masters().items():
+        torch.testing.assert_close(master, alone.get_parameter(name.partition("[")[0]).detach())
+    owned.close()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_backward_that_is_differentiated_is_refused_outside_a_block(world: int) -> None:
+    run_ranks(second_derivatives, world)
+
+
 # ---- how many units are gathered at once ----
 
 

@@ -226,6 +226,11 @@ class Engine:
         elif unit.gathered:
             unit.free()
 
+    @property
+    def frees_weights(self) -> bool:
+        """Whether gathered weights are freed now, on any rank."""
+        return self._cells_gather and not self.kept
+
     def free_all(self) -> None:
         for unit in self.units:
             self._free(unit)

@@ -31,6 +31,8 @@ class Engine(Protocol):
     units: list[Unit]
     passes: Passes
 
+    @property
+    def frees_weights(self) -> bool: ...
     def forward_begins(self) -> None: ...
     def forward_ends(self) -> None: ...
     def backward_begins(self) -> None: ...
@@ -150,6 +152,12 @@ class _UnitHooks:
 
     def pre_backward(self, turn: int | None, enter: int, exit_: int, _grad: torch.Tensor) -> None:
         self.touch(turn)
+        if torch.is_grad_enabled() and self.hooks.engine.frees_weights:
+            raise RuntimeError(
+                f"{self.unit.name}: this backward is to be differentiated (create_graph=True), and its weights are freed "
+                "behind it. Leave create_graph out, or take both backwards inside `with owned.gathered():` and "
+                "`torch.enable_grad()`, where nothing is freed"
+            )
         for other in self.hooks.by_unit:
             if other is not self and other.current is not None and other.current > exit_:
                 other.current = None
