@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import logging
@@ -70,15 +71,42 @@ def test_stacks_that_match_nothing_are_refused():
 
 
 def test_copies_and_casts_of_an_owning_model(caplog):
-    model, _ = alone()
+    model, owned = alone()
+    parts = {"first": model, "layers.0.up": model.layers[0].up, "layers.0.": model.layers[0], "layers.": model.layers}
     for copied in (copy.deepcopy, pickle.dumps, lambda m: torch.save(m, io.BytesIO())):
-        with pytest.raises(RuntimeError, match="first.weight has one owner, so a model with owned.* cannot be copied"):
-            copied(model)
+        for name, part in parts.items():
+            for block in (contextlib.nullcontext(), owned.gathered()):
+                refused = rf"{name}.*weight has one owner, so a model with owned.* cannot be copied"
+                with block, pytest.raises(RuntimeError, match=refused):
+                    copied(part)
     with caplog.at_level(logging.WARNING):
         model.to("cpu")
         assert not caplog.records
         model.to(torch.bfloat16)
     assert "stays torch.float32 where the model is cast to torch.bfloat16" in caplog.text
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_gradient_hooks_are_not_lost_silently(register, no_groups):
+    model = tower()
+    handle = getattr(model.layers[1].up.weight, register)(lambda _: None)
+    with pytest.raises(ValueError, match="layers.1.up.weight has gradient hooks, which would be lost"):
+        dmuon.own_matrices(model, ALONE, select="weight$", units=model.layers)
+    handle.remove()
+    with pytest.raises(pytest.fail.Exception, match="as far as the groups"):
+        dmuon.own_matrices(model, ALONE, select="weight$", units=model.layers)
+
+
+def test_a_hook_registered_in_a_block_stays():
+    model, owned = alone()
+    optimizer = owned.build_optimizer(torch.optim.SGD, lr=1.0)
+    with owned.gathered():
+        model.layers[0].up.weight.register_hook(torch.zeros_like)
+    before = {name: master.clone() for name, master in owned.masters().items()}
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    moved = {name for name, master in owned.masters().items() if not torch.equal(master, before[name])}
+    assert set(before) - moved == {"layers.0.up.weight[000000]"}
 
 
 def test_a_failed_exchange_says_what_to_look_for():

@@ -5,7 +5,7 @@ dtype casts pass them by (the runtime owns their memory). A state dict has every
 its owner, and a `PartialTensor` of what is there elsewhere; a load writes masters and marks the holders' copies stale.
 
 The walks are met by per-instance overrides of `Module._apply`, `_save_to_state_dict` and `_load_from_state_dict`, the
-methods `torch.nn.Module` calls for each submodule, and of the root's `zero_grad` and pickling; no class is changed.
+methods `torch.nn.Module` calls for each submodule, of pickling, and of the root's `zero_grad`; no class is changed.
 """
 
 from __future__ import annotations
@@ -118,11 +118,15 @@ def keep_from_ddp(model: nn.Module, owned: Mapping[nn.Module, Mapping[str, Owned
     )
 
 
-def adapt_root(
-    model: nn.Module, placeholder: FreedParameter, drop_gradients: Callable[[], None], refuse_load: Callable[[], None]
-) -> None:
-    """`model.zero_grad()` also forgets owned gradients: they are not in the modules, so the walk may miss them. To
-    pickle or copy the model is refused as it is for the ``placeholder``; a load, before it has changed anything."""
+def refuse_copies(module: nn.Module, placeholder: FreedParameter) -> None:
+    """To pickle or copy the module is refused as it is for the ``placeholder``, also while its weights are gathered: a
+    copy would have our hooks, and its state dict would be of this module's masters."""
+    module.__reduce_ex__ = placeholder.refuse_copy  # type: ignore[method-assign]
+
+
+def adapt_root(model: nn.Module, drop_gradients: Callable[[], None], refuse_load: Callable[[], None]) -> None:
+    """`model.zero_grad()` also forgets owned gradients: they are not in the modules, so the walk may miss them. A load
+    is refused before it has changed anything."""
     zero = model.zero_grad
 
     def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
@@ -131,4 +135,3 @@ def adapt_root(
 
     model.zero_grad = types.MethodType(zero_grad, model)  # type: ignore[method-assign]
     model.register_load_state_dict_pre_hook(lambda *_: refuse_load())
-    model.__reduce_ex__ = placeholder.refuse_copy  # type: ignore[method-assign]

@@ -31,7 +31,7 @@ from .clip import clip_gradients
 from .engine import Engine
 from .gathered_block import GatheredBlocks
 from .hooks import Hooks
-from .leaf import adapt_leaf, adapt_root, keep_from_ddp
+from .leaf import adapt_leaf, adapt_root, keep_from_ddp, refuse_copies
 from .optimizer import OptimizerFactory, OwnedOptimizer
 from .options import check_options, unit_dtypes
 from .parameter import FreedParameter, OwnedParameter
@@ -242,13 +242,13 @@ class OwnedMatrices:
                 by_module.setdefault(module, {})[attribute] = param
         for module, owned in by_module.items():
             adapt_leaf(module, owned, self)
+            refuse_copies(module, next(iter(owned.values())).placeholder)
+        for index, modules in modules_of.items():
+            for module in modules:
+                refuse_copies(module, units[index].params[0].placeholder)
+        refuse_copies(model, units[0].params[0].placeholder)
         keep_from_ddp(model, by_module)
-        adapt_root(
-            model,
-            units[0].params[0].placeholder,
-            self.engine.drop_gradients,
-            self.refuse_load,
-        )
+        adapt_root(model, self.engine.drop_gradients, self.refuse_load)
 
     # ---- what a user asks ----
 
@@ -467,8 +467,13 @@ class OwnedMatrices:
 
 def _check_unowned(chosen: Mapping[str, list[tuple[nn.Module, str]]]) -> None:
     for name, places in chosen.items():
-        module, attribute = places[0]
-        if isinstance(module._parameters[attribute], FreedParameter):
+        parameter: Any = places[0][0]._parameters[places[0][1]]
+        if isinstance(parameter, FreedParameter):
             raise ValueError(f"{name} is owned already: own_matrices was called on this model before")
-        if isinstance(module._parameters[attribute], DTensor):
+        if isinstance(parameter, DTensor):
             raise ValueError(f"{name} is sharded already: call own_matrices before fully_shard")
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise ValueError(
+                f"{name} has gradient hooks, which would be lost with it: remove them. What a `register_hook` did works "
+                "after own_matrices, inside `with owned.gathered():`, on this rank's gradient in param_dtype"
+            )
