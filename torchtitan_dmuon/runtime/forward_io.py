@@ -72,6 +72,18 @@ def results_in(unit: Unit, out: Any) -> list[torch.Tensor]:
     return tensors
 
 
+def require_values(unit: Unit, out: Any) -> None:
+    """TypeError where a forward returned a weight that has been freed behind it: torch would read it unchecked."""
+    freed = {s._cdata for p in unit.params if not (s := p.weight.untyped_storage()).nbytes()}
+    for tensor in tensors_in(out) if freed else ():
+        if type(tensor) in (torch.Tensor, nn.Parameter) and tensor.untyped_storage()._cdata in freed:
+            raise TypeError(
+                f"{unit.name}: its forward returned a weight of its own, or a view of one, of shape "
+                f"{tuple(tensor.shape)}, and weights are freed behind it. Return what is computed with it, or take the "
+                "module that uses it into the unit"
+            )
+
+
 def explain_dtypes(error: BaseException | None, unit: Unit, module: nn.Module, given: Any) -> None:
     """Add a note to the ``error`` of a forward if dtypes that do not fit may be its reason."""
     if not isinstance(error, RuntimeError):

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 
-from .forward_io import explain_dtypes, results_in, tensors_in
+from .forward_io import explain_dtypes, require_values, results_in, tensors_in
 from .fsdp_marks import declared_marks, mark_module, moved_modules, own_parameters
 from .passes import Passes
 from .unit import Unit
@@ -124,6 +124,7 @@ class _UnitHooks:
         self.due.discard(module)
         if not self.busy_in_forward:
             hooks.engine.done(self.unit, False)
+            require_values(self.unit, out)
         if out is None or not torch.is_grad_enabled():
             return
         prepare = functools.partial(self.pre_backward, hooks.turn, enter, exit_)
@@ -154,8 +155,8 @@ class _UnitHooks:
         self.touch(turn)
         if torch.is_grad_enabled() and self.hooks.engine.frees_weights:
             raise RuntimeError(
-                f"{self.unit.name}: this backward is to be differentiated (create_graph=True), and its weights are freed "
-                "behind it. Leave create_graph out, or take both backwards inside `with owned.gathered():` and "
+                f"{self.unit.name}: this backward is to be differentiated (create_graph=True), and its weights are "
+                "freed behind it. Leave create_graph out, or take both backwards inside `with owned.gathered():` and "
                 "`torch.enable_grad()`, where nothing is freed"
             )
         for other in self.hooks.by_unit:

@@ -474,6 +474,6 @@ def _check_unowned(chosen: Mapping[str, list[tuple[nn.Module, str]]]) -> None:
             raise ValueError(f"{name} is sharded already: call own_matrices before fully_shard")
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise ValueError(
-                f"{name} has gradient hooks, which would be lost with it: remove them. What a `register_hook` did works "
-                "after own_matrices, inside `with owned.gathered():`, on this rank's gradient in param_dtype"
+                f"{name} has gradient hooks, which would be lost with it: remove them. What a `register_hook` did "
+                "works after own_matrices, inside `with owned.gathered():`, on this rank's gradient in param_dtype"
             )
