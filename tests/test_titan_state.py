@@ -79,6 +79,22 @@ def test_optimizers_of_one_rule_read_each_others_state(folder, saved, tmp_path, 
     assert [step for step, *_ in results[0]["steps"]] == [3]
 
 
+def options(made):
+    """Betas of every AdamW group, riders' and FSDP2's, and the coefficients of the owners' Muon."""
+    groups = [g for each in (*made.optimizers.owned_optimizer.inners, *made.optimizers) for g in each.param_groups]
+    return [sorted({tuple(g["betas"]) for g in groups if "betas" in g}), groups[0]["ns_coefficients"]]
+
+
+def test_options_that_are_arrays_are_the_checkpoints_too(folder, tmp_path):
+    toml, coefficients = (folder / "DMuon.toml").read_text(), ((3.44, -4.77, 2.03),)
+    arrays = f"{[list(each) for each in coefficients]}"
+    (folder / "arrays.toml").write_text(toml.replace('ns_dtype = "float32"', f"ns_coefficients = {arrays}"))
+    (folder / "others.toml").write_text(toml.replace("0.95]", "0.6]"))
+    run(folder, "arrays", tmp_path, 2)
+    (result,) = run(folder, "others", tmp_path, 3, after=options)
+    assert result["after"] == [[(0.9, 0.95)], coefficients]
+
+
 # ---- Hugging Face files of a mixture of experts ----
 
 EXPERTS = """

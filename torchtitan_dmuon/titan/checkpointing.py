@@ -8,7 +8,7 @@ Does not decide what state looks like (`checkpoint.py`) nor where it is stored. 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -133,13 +133,8 @@ def _is_there(key: str, value: Any, keys: set[str], restarted: Iterable[str] = (
     return all(leaf in keys for leaf in _leaves(key, value))
 
 
-def _leaves(key: str, value: Any) -> Iterator[str]:
-    """The keys under which DCP stores a value: it takes dicts, lists and tuples apart."""
-    if isinstance(value, Mapping):
-        for name, each in value.items():
-            yield from _leaves(f"{key}.{name}", each)
-    elif isinstance(value, (list, tuple)):
-        for index, each in enumerate(value):
-            yield from _leaves(f"{key}.{index}", each)
-    else:
-        yield key
+def _leaves(key: str, value: Any) -> Iterable[str]:
+    """The keys under which DCP stores a value, as its own planner says: not every list is taken apart."""
+    planner = dcp.DefaultSavePlanner()
+    planner.set_up_planner({key: value})
+    return planner.mappings
