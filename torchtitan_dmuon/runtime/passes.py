@@ -111,7 +111,10 @@ class Passes:
         return [index for index in self.reduce_order if any(index in each for each in lates)]
 
     def _take_order(self, forwards: Sequence[Record], backwards: Sequence[Record]) -> None:
-        forward, backward = ([record.items() for record in records] for records in (forwards, backwards))
+        # Each round for itself: what only a later one asked for does not come behind the marks of an earlier one.
+        forward, backward = (
+            [list(each) for record in records for each in record.rounds] for records in (forwards, backwards)
+        )
         seen: set[Item] = {item for each in forward for item in each}
         # A frozen unit that no gradient reaches is not gathered in backward; any other may be needed by one rank alone.
         needed = {u.index for u in self._units if u.trainable() or u.index not in seen}
