@@ -35,8 +35,12 @@ def test_random_programs_equal_one_process(seeds: list[int]) -> None:
 
 
 def test_seeds_once_found_wrong() -> None:
-    # A shared weight beside FSDP2's modules, and units that only a later forward of one backward used, in the first step.
+    # A shared weight beside FSDP2's modules, and units that only a later forward of one backward used, in the first
+    # step.
     programs.check([5101, 10241, 10255])
+    # A rank whose loss reaches no unit in the first of two forwards that a backward goes through.
+    program = programs.draw(50007, 3, [mesh for mesh in programs.MESHES if mesh[0] * mesh[1] == 4], 1e-3)
+    run_ranks(programs.job, 4, [(program, programs.expected(program))], True, ranks_per_node=2)
 
 
 # ---- programs that were once found wrong ----

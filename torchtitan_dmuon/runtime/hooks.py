@@ -347,8 +347,8 @@ class Hooks:
 
     def mark_in_backward(self, turn: int | None, kind: str, index: int, reduced: nn.Module | None = None) -> None:
         """FSDP2 is about to act in the graph of a forward; of the parameters of ``reduced`` it has gradients now. A
-        module called outside the model's forward, as the head by a loss that takes its input in chunks, has backwards of
-        its own, which are no pass of the model."""
+        module called outside the model's forward, as the head by a loss that takes its input in chunks, has backwards
+        of its own, which are no pass of the model."""
         if turn is None and self._token() is None:
             return
         self.watch_backward(turn)
@@ -365,6 +365,7 @@ class Hooks:
                 if self._backward_turn is not None:
                     for state in self.by_unit:
                         state.current = None
+                    self.reduces = self.reduces or not self.any_unit  # as where the backward is over
                     self.engine.next_forward_begins()
                 self._backward_turn = turn
             return
