@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import tomli
+import torch
 
 from tests.ranks import run_ranks
 from torchtitan_dmuon import local
@@ -526,3 +527,16 @@ def test_forked_ranks_end_together_and_say_whose_fault_it_was(tmp_path):
         "rank two speaks",
         "rank 0 was ended by SIGKILL; its log is above",
     ]
+
+
+def test_the_port_of_forked_ranks_is_taken_before_they_start():
+    def run(arguments):
+        try:
+            socket.create_server(("127.0.0.1", int(os.environ["MASTER_PORT"]))).close()  # as another program would
+        except OSError:
+            torch.distributed.init_process_group("gloo")
+            torch.distributed.destroy_process_group()
+            return 0
+        return 7
+
+    assert local._launch(2, [], run) == 0

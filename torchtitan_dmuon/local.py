@@ -53,6 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _launch(world: int, arguments: list[str], run: Callable[[list[str]], int]) -> int:
     """``run(arguments)`` on every rank. Returns the first bad exit code, after saying whose it was."""
+    import torch.distributed as dist
+
     received: list[int] = []  # signals are only noted here, so that none comes between a rank's start and its end
     handlers = {number: signal.getsignal(number) for number in _SIGNALS}
 
@@ -70,7 +72,13 @@ def _launch(world: int, arguments: list[str], run: Callable[[list[str]], int]) -
     with contextlib.ExitStack() as stack:
         stack.callback(restore)
         logs = stack.enter_context(tempfile.TemporaryDirectory(prefix="dmuon-ranks-"))
-        code, culprit = _wait(_fork(world, arguments, Path(logs), run_rank), received)
+        # The port where ranks meet is this process's from before they start: none other can take it in between.
+        meeting = socket.create_server(("127.0.0.1", 0), backlog=max(128, world))
+        pids = _fork(world, arguments, Path(logs), run_rank, meeting)
+        port, fd = meeting.getsockname()[1], meeting.detach()
+        store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=fd)
+        code, culprit = _wait(pids, received)
+        del store
         names = {s.value: s.name for s in signal.Signals}
         how = f"was ended by {names[code - 128]}" if code - 128 in names else f"ended with code {code}"
         if code and culprit:
@@ -81,10 +89,9 @@ def _launch(world: int, arguments: list[str], run: Callable[[list[str]], int]) -
     return code
 
 
-def _fork(world: int, arguments: list[str], logs: Path, run: Callable[[list[str]], int]) -> list[int]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+def _fork(
+    world: int, arguments: list[str], logs: Path, run: Callable[[list[str]], int], meeting: socket.socket
+) -> list[int]:
     sys.stdout.flush()
     sys.stderr.flush()
     pids = []
@@ -99,7 +106,9 @@ def _fork(world: int, arguments: list[str], logs: Path, run: Callable[[list[str]
             with contextlib.suppress(AttributeError):
                 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
             os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
-            os.environ.update(GROUP_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+            os.environ.update(GROUP_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(meeting.getsockname()[1]))
+            os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")  # as torchrun
+            meeting.close()
             if rank:
                 log = os.open(logs / f"{rank}.log", os.O_WRONLY | os.O_CREAT)
                 os.dup2(log, 1)
