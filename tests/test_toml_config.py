@@ -275,6 +275,11 @@ REFUSED = {
         GROUPS.replace('"DMuon"', '"Owned:torch.nn.Linear"'),
         "run.toml:7: in [optimizer.param_groups.0]: 'torch.nn.Linear' is no subclass of torch.optim.Optimizer",
     ),
+    "owned optimizer that computes the loss itself": (
+        GROUPS.replace('"DMuon"', '"Owned:torch.optim.LBFGS"'),
+        "run.toml:7: in [optimizer.param_groups.0]: 'torch.optim.LBFGS' cannot be stepped by a trainer: its step needs "
+        "closure",
+    ),
     "argument that an owned optimizer lacks": (
         GROUPS.replace('"DMuon"', '"Owned:torch.optim.Muon"').replace("momentum =", "momentun ="),
         "run.toml:8: in [optimizer.param_groups.0.optimizer_kwargs]: torch.optim.Muon has no argument 'momentun'. Did "
@@ -423,7 +428,6 @@ NUMBERS = {
     "ASGD": {"weight_decay": 0.1, "t0": 10},
     "Rprop": {"step_sizes": [1e-6, 25.5]},
     "Adafactor": {"eps": (None, 1e-3)},
-    "LBFGS": {"lr": 0.5, "history_size": 10},
 }
 
 
@@ -435,8 +439,8 @@ def test_arguments_of_torchs_optimizers(name):
 
 
 def test_an_annotated_integer_is_one():
-    with pytest.raises(ConfigError, match=r"history_size = 1\.5: expected an integer"):
-        checks.check_optimizer_kwargs("Owned:torch.optim.LBFGS", {"history_size": 1.5}, "x")
+    with pytest.raises(ConfigError, match=r"ns_steps = 1\.5: expected an integer"):
+        checks.check_optimizer_kwargs("Owned:torch.optim.Muon", {"ns_steps": 1.5}, "x")
 
 
 def test_dist_muons_own_arguments_pass():

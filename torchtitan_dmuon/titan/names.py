@@ -83,7 +83,14 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
         ) from None
     if not isinstance(found, type) or not issubclass(found, torch.optim.Optimizer):
         raise ValueError(f"{path!r} is no subclass of torch.optim.Optimizer, but {found!r:.60}")
+    needed = [p.name for p in list(inspect.signature(found.step).parameters.values())[1:] if _is_required(p)]
+    if needed:
+        raise ValueError(f"{path!r} cannot be stepped by a trainer: its step needs {', '.join(needed)}")
     return found
+
+
+def _is_required(argument: inspect.Parameter) -> bool:
+    return argument.default is argument.empty and argument.kind not in (argument.VAR_KEYWORD, argument.VAR_POSITIONAL)
 
 
 def arguments(cls: type) -> tuple[dict[str, inspect.Parameter], bool]:
