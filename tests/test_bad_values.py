@@ -148,7 +148,7 @@ SLIPS = {
     ),
     "home": ("dump_folder", "~/runs", "'~' is no home folder here; write /"),
     "out of the folder": ("checkpoint.folder", "../../x", "leads out of dump_folder"),
-    "a file in full": ("debug.save_config_file", "/tmp/x.json", "expected a file in dump_folder"),
+    "a file in full": ("debug.save_config_file", "/elsewhere/x.json", "expected a file in dump_folder"),
     "a costs file": ("dmuon.cost_file", "/nope.json", "cost_file = '/nope.json'"),
     "a step": (
         "checkpoint",
