@@ -101,7 +101,7 @@ class Passes:
         """
         every = control.all_gather((self.forward.record, self.backward.record, self.wants_agreement, list(late)))
         forwards, backwards, wishes, lates = zip(*every)
-        if any(record.items() for record in forwards) and (not self.agreed or any(wishes)):
+        if any(each for record in forwards for each in record.rounds) and (not self.agreed or any(wishes)):
             self._take_order(forwards, backwards)
         self._disorders = 0
         for record in backwards:

@@ -30,9 +30,6 @@ class Record:
     rounds: list[dict[Item, None]] = dataclasses.field(default_factory=lambda: [{}])
     ready: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
 
-    def items(self) -> list[Item]:
-        return list(dict.fromkeys(item for each in self.rounds for item in each))
-
 
 class GatherOrder:
     """Turns requests for units into an order of gathers for one kind of pass.
